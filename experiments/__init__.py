@@ -1,0 +1,1 @@
+"""Everything with an effect: runs, their folders, figures."""

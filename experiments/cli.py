@@ -1,0 +1,215 @@
+"""What every experiment's main shares: flags, mistakes, progress.
+
+  def main(argv):
+    with cli.building():
+      experiment = build(_CONFIG.value)
+    ...
+
+  if __name__ == "__main__":
+    cli.run(main)
+
+Importing this does not import jax, so an experiment that imports it inside
+main answers --help and a misspelt option at once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+import contextlib
+import difflib
+import pathlib
+import re
+import sys
+import traceback
+from typing import Any, TypeVar
+
+from absl import app, flags, logging
+from ml_collections import config_dict
+from ml_collections.config_flags import config_flags
+
+_T = TypeVar("_T")
+
+
+class UsageError(ValueError):
+  """A mistake in the command: `run` prints its message, and no traceback."""
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+  """Makes a ValueError a UsageError: a config is turned into an experiment.
+
+  With --verbosity=1 its traceback is logged too.
+  """
+  try:
+    yield
+  except ValueError as error:
+    logging.debug("Raised while building:", exc_info=True)
+    raise UsageError(str(error)) from error
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+  """The end of an error message: the nearest of `names`, or all of them.
+
+  >>> did_you_mean("dpao", ["grpo", "dr_grpo", "dapo"])
+  '; did you mean dapo?'
+  >>> did_you_mean("ppo2", ["grpo", "dr_grpo"])
+  '; there are dr_grpo, grpo'
+  """
+  names = sorted(names)
+  close = difflib.get_close_matches(name, names, n=1)
+  if close:
+    return f"; did you mean {close[0]}?"
+  return f"; there are {', '.join(names)}" if names else ""
+
+
+def require(flag: flags.FlagHolder[_T | None]) -> _T:
+  """The value of a flag that the command must give."""
+  if flag.value is None:
+    text = flags.FLAGS[flag.name].help
+    raise UsageError(f"--{flag.name} is missing: {text}")
+  return flag.value
+
+
+def run(main: Callable[[list[str]], Any], *, config: str | None = None) -> None:
+  """Parses the flags, calls `main(argv)` and exits.
+
+  A mistake in the command ends with one line on stderr and exit code 2, an
+  interrupt with one line and 130; any other error shows its traceback. What
+  libraries log below the level of a warning is shown with --verbosity=0.
+
+  Args:
+    main: the experiment; what it returns is passed to `sys.exit`.
+    config: what --config is where the command does not give it. (As a default
+      of the flag it would be loaded, and a misspelt field of it met, when the
+      flag is defined, too early to be caught here.)
+  """
+  try:
+    app.run(main, flags_parser=lambda argv: _parse(argv, config))
+  except UsageError as error:
+    _end(2, f"error: {error}")
+  except KeyboardInterrupt:
+    _end(130, "interrupted: the same command resumes the run")
+
+
+@contextlib.contextmanager
+def progress(
+  total: int, start: int = 0, description: str = ""
+) -> Iterator[Callable[[int], None]]:
+  """A live line on a terminal, nothing elsewhere; yields `advance(n)`."""
+  if not sys.stderr.isatty():
+    yield lambda n: None
+    return
+  from rich.console import Console
+  from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+  )
+
+  columns = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+  )
+  with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    task = bar.add_task(description, total=total, completed=start)
+    yield lambda n: bar.advance(task, n)
+
+
+class _ConfigFile(flags.ArgumentParser):
+  """Tells a mistake in the command from a fault of the config file's code."""
+
+  def __init__(self, parser: flags.ArgumentParser):
+    self.parser = parser
+    self.config: config_dict.ConfigDict | None = None
+
+  def parse(self, path: str) -> Any:
+    file = pathlib.Path(path.partition(":")[0])
+    if not file.is_file():
+      names = [str(other) for other in file.parent.glob("*.py")]
+      raise ValueError(f"no such file{did_you_mean(str(file), names)}")
+    try:
+      self.config = self.parser.parse(path)
+    except Exception as error:
+      # These two arrive as the text of the traceback of what was raised.
+      wrapped = isinstance(error, TypeError | ValueError)
+      cause = (wrapped and error.__context__) or error
+      # Nothing below the call: `get_config` does not take such an argument.
+      frames = traceback.extract_tb(cause.__traceback__)
+      misfit = isinstance(cause, TypeError) and len(frames) == 1
+      if misfit or isinstance(cause, ValueError):
+        raise ValueError(str(cause)) from cause
+      raise RuntimeError(f"{path} raised {cause!r}") from cause
+    return self.config
+
+
+def _parse(argv: list[str], config: str | None) -> list[str]:
+  """Parses the flags; any mistake in them is a UsageError."""
+  if config is not None and not _gives(argv, "config"):
+    argv = [argv[0], f"--config={config}", *argv[1:]]
+  parsers = {}
+  for name in flags.FLAGS:
+    flag = flags.FLAGS[name]
+    if config_flags.is_config_flag(flag):
+      flag.parser = parsers[name] = _ConfigFile(flag.parser)
+  try:
+    rest = flags.FLAGS(argv)
+  except SystemExit:
+    sys.exit(0)  # --help: for absl that is a failure.
+  except (
+    flags.Error,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+  ) as error:
+    for name, parser in parsers.items():
+      _check_given(argv, name)
+      _check_fields(argv, name, parser.config)
+    raise UsageError(str(error)) from error
+  for name in parsers:
+    _check_given(argv, name)
+  if len(rest) > 1:
+    raise UsageError(f"{rest[1]!r} is not an option: those begin with --.")
+  if flags.FLAGS["verbosity"].using_default_value:
+    flags.FLAGS.verbosity = logging.WARNING
+  return rest
+
+
+def _gives(argv: list[str], name: str) -> bool:
+  return any(re.match(rf"--?{name}(=|$)", arg) for arg in argv)
+
+
+def _check_given(argv: list[str], name: str) -> None:
+  """Raises if there is no config."""
+  if flags.FLAGS[name].default is None and not _gives(argv, name):
+    raise UsageError(
+      f"--{name} is missing: it names a config file and, after a colon, its"
+      f" argument, as in --{name}=configs/bernoulli.py:dapo."
+    )
+
+
+def _check_fields(
+  argv: list[str], name: str, config: config_dict.ConfigDict | None
+) -> None:
+  """Raises if the command sets a field that the config does not have."""
+  for arg in argv:
+    override = re.match(rf"--?(?:no)?{name}\.([^=\[]+)", arg)
+    if override is None or config is None:
+      continue
+    node: Any = config
+    path = name
+    for field in override[1].split("."):
+      fields = list(node) if isinstance(node, config_dict.ConfigDict) else []
+      if field not in fields:
+        raise UsageError(
+          f"{arg}: {path} has no field {field!r}{did_you_mean(field, fields)}"
+        )
+      node, path = node[field], f"{path}.{field}"
+
+
+def _end(code: int, message: str) -> None:
+  """Exits after one line on stderr, whatever line breaks the message has."""
+  print(" ".join(message.split()), file=sys.stderr)
+  sys.exit(code)

@@ -1,0 +1,254 @@
+"""From a config to a run: the builders, then the loop, top to bottom."""
+
+from collections.abc import Callable
+import os
+import time
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+import optax
+
+from experiments import cli, workdir
+from groupstd import (
+  data,
+  learners,
+  losses,
+  policies,
+  rollouts,
+  sharding,
+  sigma,
+  tasks,
+  theory,
+)
+
+
+class Experiment(NamedTuple):
+  """What the loop runs.
+
+  Attributes:
+    state: where training starts.
+    step: state → (state, what the step drew and did, by name); takes over the
+      state's buffers.
+    observe: params → what is measured of the policy as a whole, by name.
+  """
+
+  state: learners.TrainState
+  step: Callable[
+    [learners.TrainState], tuple[learners.TrainState, dict[str, Any]]
+  ]
+  observe: Callable[[Any], dict[str, Any]]
+
+
+# -----------------------------------------------------------------------------
+# Builders
+# -----------------------------------------------------------------------------
+
+
+def build(config: ml_collections.ConfigDict) -> Experiment:
+  """Turns the config into an experiment, or says what is wrong with it.
+
+  Raises:
+    ValueError: naming the field, its value and what it must be.
+  """
+  for field in "num_prompts", "num_steps", "checkpoint_every", "observe_every":
+    value: Any = config[field]
+    if value < 1:
+      raise ValueError(f"config.{field} must be at least 1, got {value}")
+  probabilities = population(config)
+  policy = policies.bernoulli(probabilities)
+  task = tasks.bernoulli(config.num_prompts, seed=config.seed)
+  # The last round's prompts must exist before the first is asked.
+  task.prompts(0, config.num_groups * config.max_rounds)
+  learner = learners.policy_gradient(
+    policy,
+    _make_one(optax, config.optimizer, "config.optimizer"),
+    sigma.rule(build_op(config)),
+    surrogate=_make_one(losses, config.surrogate, "config.surrogate"),
+    aggregate=_make_one(losses, config.aggregate, "config.aggregate"),
+  )
+  mesh = sharding.make_mesh(config.num_devices)
+  sizes = {
+    "num_groups": config.num_groups,
+    "group_size": config.group_size,
+    "seed": config.seed,
+    "max_draws": config.max_draws,
+  }
+  learner = _reporting(learner)
+  state = learner.init(policy.init(jax.random.key(config.seed)))
+  if config.max_rounds == 1:  # Drawn by jax, exactly, in the step's program.
+    collect = rollouts.collect_bernoulli(
+      policy, task, multiset=config.multiset, **sizes
+    )
+    draw_and_learn = sharding.fuse(collect, learner, mesh)
+  else:
+    collect = rollouts.collector(
+      policy, task, max_rounds=config.max_rounds, **sizes
+    )
+    learn = sharding.data_parallel(learner, mesh).step
+
+    def draw_and_learn(state, /):
+      rollout, counts = collect(state.params, state.step)
+      state, info = learn(state, rollout)
+      return state, counts, info
+
+  def step(state):
+    state, counts, info = draw_and_learn(state)
+    metrics = {**counts._asdict(), **info._asdict()}
+    return state, {k: v for k, v in metrics.items() if v is not None}
+
+  return Experiment(
+    sharding.replicate(state, mesh),
+    step,
+    _observer(config, probabilities),
+  )
+
+
+def build_op(config: ml_collections.ConfigDict) -> sigma.SigmaOp:
+  """The product of config.sigma's operations, checked at config.group_size."""
+  op = sigma.product(*_make(sigma, config.sigma, "config.sigma"))
+  broken = ~np.isfinite(theory.gain(op, config.group_size))
+  if broken.any():
+    raise ValueError(
+      "config.sigma must weigh every group with a finite number, it does not"
+      f" at k = {np.flatnonzero(broken).tolist()} of {config.group_size} right"
+    )
+  return op
+
+
+def population(config: ml_collections.ConfigDict) -> np.ndarray:
+  """[num_prompts]: success probabilities drawn from Big-Math's solve rates."""
+  low, high = config.clip
+  if not 0 < low <= high < 1:
+    raise ValueError(
+      f"config.clip must be two numbers inside (0, 1), got {config.clip}: a"
+      " logit is infinite at either end"
+    )
+  correct, problems = data.big_math()
+  rates, weights = correct / 64, problems.astype(float)
+  if config.interior:
+    weights[(correct == 0) | (correct == 64)] = 0
+  rng = np.random.default_rng(config.seed)
+  drawn = rng.choice(rates, config.num_prompts, p=weights / weights.sum())
+  return np.clip(drawn, low, high)
+
+
+def _observer(
+  config: ml_collections.ConfigDict, probabilities: np.ndarray
+) -> Callable[[Any], dict[str, Any]]:
+  """What the scalar policies come to, and what theory expects of the draws."""
+  quarter = -(-config.num_prompts // 4)
+  hardest = np.argsort(probabilities, kind="stable")[:quarter]
+
+  def observe(params):
+    p = 1 / (1 + np.exp(-np.asarray(params, np.float64)))
+    silent = theory.silent_rate(p, config.group_size)
+    draws = theory.expected_draws(p, config.group_size, config.max_draws)
+    return {
+      "mean_p": p.mean(),
+      "hardest_quarter_p": p[hardest].mean(),
+      "predicted_silent": silent.mean(),
+      # Of the share measured in one step, when every prompt is drawn once.
+      "predicted_silent_variance": (silent * (1 - silent)).mean() / len(p),
+      "predicted_draws": draws.mean(),
+    }
+
+  return observe
+
+
+def _reporting(learner: learners.Learner) -> learners.Learner:
+  """The learner with None in Info for what is not logged, nor then computed.
+
+  REINFORCE's loss says nothing as a number, and costs as much as a step.
+  """
+
+  def step(state, rollout):
+    state, info = learner.step(state, rollout)
+    unlogged = set(info._fields) - {"kept", "grad_norm", "skipped", "nonfinite"}
+    return state, info._replace(**dict.fromkeys(unlogged))
+
+  return learners.Learner(learner.init, step)
+
+
+def _make(
+  module: ModuleType, parts: ml_collections.ConfigDict, field: str
+) -> list[Any]:
+  """What the module's functions of these names make of these arguments."""
+  names = getattr(module, "__all__", None) or dir(module)
+  made = []
+  arguments: Any
+  for name, arguments in parts.items():
+    if name not in names:
+      raise ValueError(
+        f"{field} has no {name!r}{cli.did_you_mean(name, names)}"
+      )
+    try:
+      made.append(getattr(module, name)(**arguments.to_dict()))
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{field}.{name}: {error}") from error
+  return made
+
+
+def _make_one(
+  module: ModuleType, parts: ml_collections.ConfigDict, field: str
+) -> Any:
+  if len(parts) != 1:
+    raise ValueError(f"{field} must have one entry, got {sorted(parts)}")
+  return _make(module, parts, field)[0]
+
+
+# -----------------------------------------------------------------------------
+# The loop
+# -----------------------------------------------------------------------------
+
+
+def run(
+  config: ml_collections.ConfigDict,
+  path: str | os.PathLike[str],
+  description: str = "training",
+) -> None:
+  """Trains in the folder `path`, from where it was left.
+
+  metrics.jsonl gets a line for each step s: the policy that s updates made,
+  what it drew, and `seconds` since this process began; and a last line for the
+  policy at the end.
+
+  Raises:
+    cli.UsageError: if the config is wrong, or the folder holds another run.
+    FloatingPointError: if a reward, an advantage or a gradient was not finite.
+  """
+  begun = time.monotonic()
+  with cli.building():
+    experiment = build(config)
+  with workdir.Workdir(path, config) as folder:
+    state = folder.restore(experiment.state)
+    start, end = int(state.step), config.num_steps
+    waiting: list[tuple[int, dict[str, Any]]] = []
+
+    def flush():
+      for step, metrics in jax.device_get(waiting):
+        if metrics.get("nonfinite"):
+          raise FloatingPointError(
+            f"step {step}: a reward, an advantage or a gradient was not finite;"
+            f" nothing was updated. The run is in {path}."
+          )
+        folder.log(step, {**metrics, "seconds": time.monotonic() - begun})
+      waiting.clear()
+
+    with cli.progress(end, start, description) as advance:
+      for step in range(start, end):
+        metrics = {}
+        if step % config.observe_every == 0:
+          metrics = experiment.observe(state.params)
+        state, stepped = experiment.step(state)
+        waiting.append((step, metrics | stepped))
+        if len(waiting) == 10:
+          flush()
+        if (step + 1) % config.checkpoint_every == 0 or step + 1 == end:
+          flush()
+          folder.save(step + 1, state)
+        advance(1)
+    waiting.append((end, experiment.observe(state.params)))
+    flush()

@@ -1,0 +1,1 @@
+"""A research framework for RL with verifiable rewards, built on one number."""
