@@ -8,7 +8,7 @@ numpy loop is the straightforward one: it draws G uniforms for each prompt and
 step, again for those still silent, and moves each logit by rate·σ²·w. Ours is
 the run's own program, from drawing to optimizer, with groups as multisets and
 as plain [B, G, 1] rollouts. Compilation is timed apart. numpy uses one core,
-XLA what there is: CPU seconds stand beside wall seconds.
+ours one device a core: CPU seconds stand beside wall seconds.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,9 @@ from experiments import cli
 
 _PROMPTS = flags.DEFINE_integer("prompts", 215_608, "Prompts.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 150, "Steps.", lower_bound=1)
+_DEVICES = flags.DEFINE_integer(
+  "devices", os.cpu_count(), "Devices, of a CPU's cores.", lower_bound=1
+)
 _RUNS = flags.DEFINE_integer("runs", 3, "Runs of each.", lower_bound=1)
 
 
@@ -34,15 +37,16 @@ def main(argv):
 
   from experiments import train
 
+  jax.config.update("jax_num_cpu_devices", _DEVICES.value)
   root = pathlib.Path(__file__).parents[1]
   get_config = runpy.run_path(str(root / "configs" / "bernoulli.py"))[
     "get_config"
   ]
   prompts, steps = _PROMPTS.value, _STEPS.value
   print(
-    f"{prompts} prompts, {steps} steps, {os.cpu_count()} cores, load"
-    f" {os.getloadavg()[0]:.1f}; jax {jax.__version__}, numpy"
-    f" {np.__version__}"
+    f"{prompts} prompts, {steps} steps, {_DEVICES.value} devices on"
+    f" {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; jax"
+    f" {jax.__version__}, numpy {np.__version__}"
   )
   print(
     f"{'arm':8} {'program':9} {'wall s (min-max)':22} {'CPU s':>6}"
@@ -51,6 +55,7 @@ def main(argv):
   for arm in "grpo", "dr_grpo", "dapo":
     config = get_config(arm)
     config.num_prompts = prompts
+    config.num_devices = _DEVICES.value
     programs: dict[str, Callable[[], object]] = {
       "numpy": functools.partial(_numpy_loop, config, steps)
     }

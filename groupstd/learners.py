@@ -134,10 +134,11 @@ def policy_gradient(
       f"`reference` parameters must be given with `kl_coef` {kl_coef}: there"
       " is nothing to stay close to."
     )
-  if micro_batches < 1:
+  if not isinstance(micro_batches, int) or micro_batches < 1:
     raise ValueError(
-      f"`micro_batches` must be at least 1, got {micro_batches}."
+      f"`micro_batches` must be an integer of at least 1, got {micro_batches}."
     )
+  reference = jax.tree.map(jnp.asarray, reference)
 
   def loss(params, batch: _Batch):
     log_probs = policy.log_prob(params, batch.prompts, batch.tokens)

@@ -49,7 +49,9 @@ def bernoulli(num_prompts: int, *, seed: int = 0) -> Task:
       )
     ids = jnp.arange(num_prompts)
     if num_groups < num_prompts:
-      key = jax.random.fold_in(jax.random.key(seed), step)
+      # Apart from the keys of draws, which may have the same seed.
+      key = jax.random.fold_in(jax.random.key(seed), len("prompts"))
+      key = jax.random.fold_in(key, step)
       ids = jax.random.permutation(key, ids)[:num_groups]
     return ids, ids
 
