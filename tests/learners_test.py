@@ -234,7 +234,10 @@ def test_the_filter_takes_whole_groups_and_looks_at_the_scores():
     ({"kl_coef": -0.1}, "`kl_coef` must be at least 0, got -0.1"),
     ({"kl_coef": NAN}, "`kl_coef` must be at least 0, got nan"),
     ({"kl_coef": INF}, "`kl_coef` must be at least 0, got inf"),
-    ({"micro_batches": 0}, "`micro_batches` must be at least 1, got 0"),
+    (
+      {"micro_batches": 0},
+      "`micro_batches` must be an integer of at least 1, got 0",
+    ),
   ],
 )
 def test_arguments_out_of_range_are_refused(kwargs, message):
