@@ -188,6 +188,8 @@ def policy_gradient(
 
   def step(state, rollout):
     advantages, keep = rule(rollout.rewards, rollout.where, rollout.scores)
+    # Whatever a rule makes of an answer without a score.
+    advantages = jnp.where(rollout.where > 0, advantages, 0)
     mask = rollout.mask & keep[:, None, None]  # [B, G, T]
     where = rollout.where.astype(advantages.dtype)
     weights, denominator = aggregate(mask, where)

@@ -10,7 +10,7 @@ parameters draw the same answers on any number of devices and after a resume.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import chex
 import jax
@@ -21,6 +21,7 @@ from groupstd import policies, sigma, tasks
 
 __all__ = [
   "Collect",
+  "CollectSizes",
   "Counts",
   "Rollout",
   "collect_bernoulli",
@@ -70,6 +71,14 @@ class Counts(NamedTuple):
 
 
 Collect = Callable[[Any, chex.Numeric], tuple[Rollout, Counts]]
+
+
+class CollectSizes(Protocol):
+  """A `Collect` whose groups may each have a size of their own, [B]."""
+
+  def __call__(
+    self, params: Any, step: chex.Numeric, sizes: chex.Array | int = ..., /
+  ) -> tuple[Rollout, Counts]: ...
 
 
 def collector(
@@ -188,7 +197,7 @@ def collect_bernoulli(
   seed: int = 0,
   max_draws: int = 1,
   multiset: bool = True,
-) -> Collect:
+) -> CollectSizes:
   """The same as `collector` for the scalar policy, drawn exactly under jit.
 
   The number of draws until a group speaks is geometric, and what it then says
@@ -196,6 +205,9 @@ def collect_bernoulli(
   inversion, whatever G and N. With `multiset` a group is its two distinct
   answers and how often each occurred, k and G − k; otherwise its G answers,
   the right ones first (their order carries nothing).
+
+  What it returns takes a third argument, `sizes` [B], which gives each prompt
+  a group of its own size, from 0 to G; one of fewer than 2 is silent.
 
   Args:
     policy: `policies.bernoulli(...)`; its params are logits [N].
@@ -216,24 +228,28 @@ def collect_bernoulli(
       " power of float32 would underflow. `collector` takes any size."
     )
 
-  def collect(params, step):
+  def collect(params, step, sizes: chex.Array | int = group_size, /):
     ids, prompts = task.prompts(step, num_groups)
     theta = params[prompts]
+    if not isinstance(sizes, int):
+      sizes = jnp.asarray(sizes, theta.dtype)
     # Under a condition that XLA cannot decide it is computed once; otherwise
     # XLA:CPU draws anew in each fusion that reads k.
     k, failures = jax.lax.cond(
       step >= 0,
       lambda: _draw_groups(
-        theta, _uniforms(seed, step, ids), group_size, max_draws
+        theta, _uniforms(seed, step, ids), sizes, group_size, max_draws
       ),
       lambda: (jnp.zeros_like(theta), jnp.zeros(theta.shape, int)),
     )
     if multiset:
       right = jnp.broadcast_to(jnp.array([True, False]), (num_groups, 2))
-      where = jnp.stack([k, group_size - k], axis=1)
+      where = jnp.stack([k, sizes - k], axis=1)
     else:
-      right = jnp.arange(group_size) < k[:, None]
-      where = jnp.ones(right.shape, theta.dtype)
+      answer = jnp.arange(group_size)
+      right = answer < k[:, None]
+      where = answer < jnp.reshape(sizes, (-1, 1))
+      where = jnp.broadcast_to(where, right.shape)
     tokens = right[..., None].astype(jnp.int32)
     scores = right.astype(theta.dtype)
     rollout = Rollout(
@@ -245,13 +261,15 @@ def collect_bernoulli(
       scores=scores,
       where=where,
     )
-    draws = jnp.sum(jnp.minimum(failures + 1, max_draws))
+    redraws = jnp.minimum(failures, max_draws - 1) * sizes
+    redrawn = jnp.sum(redraws).astype(jnp.int32)
+    used = jnp.sum(jnp.broadcast_to(sizes, failures.shape)).astype(jnp.int32)
     return rollout, Counts(
       first_draws=num_groups,
       first_silent=jnp.sum(failures >= 1),
       left_silent=jnp.sum(failures >= max_draws),
-      drawn=draws * group_size,
-      dropped=(draws - num_groups) * group_size,
+      drawn=used + redrawn,
+      dropped=redrawn,
     )
 
   return collect
@@ -274,7 +292,11 @@ def pad(rollout: Rollout, multiple: int) -> Rollout:
 
 
 def _draw_groups(
-  theta: jax.Array, uniforms: jax.Array, group_size: int, max_draws: int
+  theta: jax.Array,
+  uniforms: jax.Array,
+  sizes: jax.Array | int,
+  largest: int,
+  max_draws: int,
 ) -> tuple[jax.Array, jax.Array]:
   """(k of the group that is used, silent draws before it or max_draws; [B]).
 
@@ -282,25 +304,25 @@ def _draw_groups(
   of p loses digits.
   """
   odds = jnp.exp(-jnp.abs(theta))
-  term = (1 / (1 + odds)) ** group_size
-  pmf = [term]  # Of the number of rarer answers.
-  for j in range(group_size):
-    term = term * odds * ((group_size - j) / (j + 1))
-    pmf.append(term)
-  mixed = sum(pmf[1:-1], start=jnp.zeros_like(odds))
-  silent = pmf[0] + pmf[-1]
+  none_rare = term = (1 / (1 + odds)) ** sizes
+  all_rare = (odds / (1 + odds)) ** sizes
+  pmf = []  # Of 1, …, G − 1 rarer answers; 0 beyond a smaller group's.
+  for j in range(1, largest):
+    term = term * odds * ((sizes - j + 1) / j)
+    pmf.append(jnp.where(j < sizes, term, 0))
+  silent = none_rare + all_rare
   failures, all_silent = jnp.zeros(theta.shape, int), silent
   for _ in range(max_draws):
     failures = failures + (uniforms[:, 0] < all_silent)
     all_silent = all_silent * silent
-  target = uniforms[:, 1] * mixed
+  target = uniforms[:, 1] * sum(pmf, start=jnp.zeros_like(odds))
   rare, total = jnp.ones_like(odds), jnp.zeros_like(odds)
-  for term in pmf[1:-2]:
+  for term in pmf[:-1]:
     total = total + term
     rare = rare + (target > total)
-  all_rare = uniforms[:, 1] * silent > pmf[0]
-  rare = jnp.where(failures < max_draws, rare, group_size * all_rare)
-  return jnp.where(theta > 0, group_size - rare, rare), failures
+  all_or_none = jnp.where(uniforms[:, 1] * silent > none_rare, sizes, 0)
+  rare = jnp.where(failures < max_draws, rare, all_or_none)
+  return jnp.where(theta > 0, sizes - rare, rare), failures
 
 
 def _uniforms(seed: int, step: chex.Numeric, ids: jax.Array) -> jax.Array:
