@@ -26,6 +26,13 @@ _METHODS = {
   "half": {"sigma": {"divide": {"power": 0.5}}},
   "rloo": {"sigma": {"rloo": {}}},
   "max_rl": {"sigma": {"max_rl": {}}},
+  # Ascends the chance that one of four answers is right.
+  "pass_at_4": {"sigma": {"pass_at": {"m": 4}}},
+  # Undoes what a finite group costs GRPO: the weights whose objective weight
+  # is nearest to 1/√(p(1 − p)), GRPO's at large G.
+  "inverse": {"wanted_power": 0.5},
+  # GRPO with as many rollouts in all, each prompt's group of a planned size.
+  "planned": {"sigma": {"divide": {"power": 1.0}}, "plan": "update"},
 }
 
 
@@ -48,6 +55,9 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
   # --- the method ---
   # A product of σ-operations: each name is a function of groupstd.sigma.
   config.sigma = {}
+  # Where not 0, sigma is instead the table of weights whose objective weight
+  # comes nearest to (p(1 − p))^(−this) on `clip`.
+  config.wanted_power = 0.0
   # Per-token loss: a function of groupstd.losses, as is the aggregate. Each
   # prompt moves by its own update, whatever the number of prompts.
   config.surrogate = {"reinforce": {}}
@@ -60,6 +70,13 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
   # --- the run ---
   # Rollouts of a prompt in a group, G.
   config.group_size = 8
+  # What a plan of each prompt's own G, for as many rollouts in all, makes the
+  # most of: "update" (the expected update) or "mixed" (groups that are not
+  # silent). Empty for the same G for all.
+  config.plan = ""
+  # Steps between plans, and the largest group of one.
+  config.plan_every = 10
+  config.max_group_size = 64
   # Prompts in a step: all of them, or as many as leave every round others.
   config.num_groups = config.get_ref("num_prompts") // (
     _METHODS[method].get("max_rounds", 1)

@@ -16,6 +16,8 @@ from groupstd import (
   data,
   learners,
   losses,
+  objectives,
+  planning,
   policies,
   rollouts,
   sharding,
@@ -62,10 +64,11 @@ def build(config: ml_collections.ConfigDict) -> Experiment:
   task = tasks.bernoulli(config.num_prompts, seed=config.seed)
   # The last round's prompts must exist before the first is asked.
   task.prompts(0, config.num_groups * config.max_rounds)
+  op = build_op(config)
   learner = learners.policy_gradient(
     policy,
     _make_one(optax, config.optimizer, "config.optimizer"),
-    sigma.rule(build_op(config)),
+    sigma.rule(op),
     surrogate=_make_one(losses, config.surrogate, "config.surrogate"),
     aggregate=_make_one(losses, config.aggregate, "config.aggregate"),
   )
@@ -78,15 +81,19 @@ def build(config: ml_collections.ConfigDict) -> Experiment:
   }
   learner = _reporting(learner)
   state = learner.init(policy.init(jax.random.key(config.seed)))
-  if config.max_rounds == 1:  # Drawn by jax, exactly, in the step's program.
+  if config.max_rounds == 1 and not config.plan:
+    # Drawn by jax, exactly, in the program of the step.
     collect = rollouts.collect_bernoulli(
       policy, task, multiset=config.multiset, **sizes
     )
     draw_and_learn = sharding.fuse(collect, learner, mesh)
   else:
-    collect = rollouts.collector(
-      policy, task, max_rounds=config.max_rounds, **sizes
-    )
+    if config.plan:
+      collect = _planned(config, op, policy, task, sizes)
+    else:
+      collect = rollouts.collector(
+        policy, task, max_rounds=config.max_rounds, **sizes
+      )
     learn = sharding.data_parallel(learner, mesh).step
 
     def draw_and_learn(state, /):
@@ -108,7 +115,15 @@ def build(config: ml_collections.ConfigDict) -> Experiment:
 
 def build_op(config: ml_collections.ConfigDict) -> sigma.SigmaOp:
   """The product of config.sigma's operations, checked at config.group_size."""
-  op = sigma.product(*_make(sigma, config.sigma, "config.sigma"))
+  if config.wanted_power:
+    fit = objectives.weights_for(
+      lambda p: (p * (1 - p)) ** -config.wanted_power,
+      config.group_size,
+      interval=config.clip,
+    )
+    op = sigma.table(fit.weights)
+  else:
+    op = sigma.product(*_make(sigma, config.sigma, "config.sigma"))
   broken = ~np.isfinite(theory.gain(op, config.group_size))
   if broken.any():
     raise ValueError(
@@ -135,6 +150,69 @@ def population(config: ml_collections.ConfigDict) -> np.ndarray:
   return np.clip(drawn, low, high)
 
 
+def _planned(
+  config: ml_collections.ConfigDict,
+  op: sigma.SigmaOp,
+  policy: policies.Policy,
+  task: tasks.Task,
+  sizes: dict[str, int],
+) -> rollouts.Collect:
+  """Draws groups of planned sizes, as many rollouts as with the same for all.
+
+  What a group of each size is worth is tabulated once over the logit; a plan is
+  made from the policy as it is, every config.plan_every steps.
+  """
+  values = {
+    "update": lambda p, g: planning.update_value(op, p, g),
+    "mixed": planning.mixed_value,
+  }
+  if config.plan not in values:
+    raise ValueError(
+      f"config.plan must be one of {', '.join(values)}, or empty, got"
+      f" {config.plan!r}{cli.did_you_mean(config.plan, values)}"
+    )
+  if config.num_groups != config.num_prompts:
+    raise ValueError(
+      "config.num_groups must be all prompts under a plan, got"
+      f" {config.num_groups} of {config.num_prompts}"
+    )
+  if config.max_draws > 1 or config.max_rounds > 1:
+    raise ValueError(
+      "config.plan must be empty where silent groups are drawn again, got"
+      f" {config.plan!r}: the plan does not count those rollouts"
+    )
+  if config.checkpoint_every % config.plan_every:
+    raise ValueError(
+      "config.plan_every must divide config.checkpoint_every, got"
+      f" {config.plan_every} and {config.checkpoint_every}: a resumed run makes"
+      " its plans where the first one made them"
+    )
+  draw = jax.jit(
+    rollouts.collect_bernoulli(
+      policy,
+      task,
+      multiset=config.multiset,
+      **{**sizes, "group_size": config.max_group_size},
+    )
+  )
+  theta, spacing = np.linspace(-8, 16, 481, retstep=True)
+  value = values[config.plan](
+    1 / (1 + np.exp(-theta)), np.arange(config.max_group_size + 1)
+  )
+  plan = None
+
+  def collect(params, step):
+    nonlocal plan
+    if plan is None or step % config.plan_every == 0:
+      nearest = np.rint((np.asarray(params) - theta[0]) / spacing)
+      rows = np.clip(nearest, 0, len(theta) - 1).astype(int)
+      budget = config.num_groups * config.group_size
+      plan = planning.allocate(value[rows], budget).sizes
+    return draw(params, step, plan)
+
+  return collect
+
+
 def _observer(
   config: ml_collections.ConfigDict, probabilities: np.ndarray
 ) -> Callable[[Any], dict[str, Any]]:
@@ -144,11 +222,13 @@ def _observer(
 
   def observe(params):
     p = 1 / (1 + np.exp(-np.asarray(params, np.float64)))
+    observed = {"mean_p": p.mean(), "hardest_quarter_p": p[hardest].mean()}
+    if config.plan:  # Groups are of many sizes.
+      return observed
     silent = theory.silent_rate(p, config.group_size)
     draws = theory.expected_draws(p, config.group_size, config.max_draws)
     return {
-      "mean_p": p.mean(),
-      "hardest_quarter_p": p[hardest].mean(),
+      **observed,
       "predicted_silent": silent.mean(),
       # Of the share measured in one step, when every prompt is drawn once.
       "predicted_silent_variance": (silent * (1 - silent)).mean() / len(p),

@@ -45,6 +45,7 @@ __all__ = [
   "identity",
   "mask",
   "max_rl",
+  "pass_at",
   "product",
   "rloo",
   "rule",
@@ -300,16 +301,56 @@ def table(weights: chex.Array | Sequence[float]) -> SigmaOp:
   group_size = np.size(weights) + 1
 
   def op(stats: GroupStats) -> Weight:
-    k = jnp.round(stats.mean * stats.size)
-    # Of rewards within [0, 1], only 0/1 ones have σ² = μ(1 − μ).
-    binary = jnp.isclose(stats.mean * stats.size, k, atol=1e-3) & jnp.isclose(
-      jnp.square(stats.std), stats.mean * (1 - stats.mean), rtol=1e-3
-    )
+    k, binary = _right(stats)
     entries = jnp.asarray(weights, stats.std.dtype)
     index = jnp.clip(k.astype(int) - 1, 0, group_size - 2)
     known = binary & (stats.size == group_size)
     known |= stats.mean == 1  # A constant group's stand-in: no mixed one's μ.
     return Weight(jnp.where(known, entries[index], jnp.nan))
+
+  return op
+
+
+def pass_at(m: int) -> SigmaOp:
+  """w = G/(G − 1)·m·C(G − 1 − k, m − 1)/C(G − 2, m − 1), for 0/1 rewards.
+
+  Ascends pass@m = 1 − (1 − p)^m exactly, at any G > m: what PKPO
+  (arXiv:2505.15201) does in expectation, by one centred weight. A group with
+  more than G − m right weighs 0 and still counts; m = 1 is `rloo`.
+
+  Args:
+    m: how many tries pass@m has, a whole number of at least 1.
+
+  Returns:
+    An operation that is NaN, so that the step refuses the batch and says so,
+    where a mixed group has no more than m rollouts (no weight of its k would
+    ascend pass@m) or its rewards, in [0, 1], are not 0/1.
+
+  Raises:
+    ValueError: if `m` is not such a number.
+
+  >>> advantages, _ = rule(pass_at(2))(jnp.array([1., 0., 0.]))
+  >>> print(advantages.round(2))
+  [ 2. -1. -1.]
+  """
+  whole = isinstance(m, int | np.integer) and not isinstance(m, bool)
+  if not whole or m < 1:
+    raise ValueError(
+      f"`m` must be a whole number of at least 1, got {m!r}: it is how many"
+      " tries pass@m has."
+    )
+
+  def op(stats: GroupStats) -> Weight:
+    k, binary = _right(stats)
+    known = binary & (stats.size > m)
+    # The ratio factor by factor, one of which is 0 where too few are wrong.
+    wrong = jnp.where(known, stats.size - 1 - k, m)[..., None]
+    others = jnp.where(known, stats.size - 2, m)[..., None]
+    taken = jnp.arange(m - 1)
+    ratio = jnp.prod((wrong - taken) / (others - taken), axis=-1)
+    scale = stats.size / (stats.size - 1) * m * ratio
+    known |= stats.mean == 1  # A constant group's stand-in: no mixed one's μ.
+    return Weight(jnp.where(known, scale, jnp.nan))
 
   return op
 
@@ -403,6 +444,16 @@ def rule(
     return advantages, jnp.broadcast_to(jnp.asarray(weight.keep), silent.shape)
 
   return apply
+
+
+def _right(stats: GroupStats) -> tuple[jax.Array, jax.Array]:
+  """k of rewards within [0, 1], and whether they are 0/1 and not all equal."""
+  k = jnp.round(stats.mean * stats.size)
+  # Of rewards within [0, 1], only 0/1 ones have σ² = μ(1 − μ).
+  binary = jnp.isclose(stats.mean * stats.size, k, atol=1e-3) & jnp.isclose(
+    jnp.square(stats.std), stats.mean * (1 - stats.mean), rtol=1e-3
+  )
+  return k, binary
 
 
 def _over_group(op, values: jax.Array, initial: float) -> jax.Array:
