@@ -58,6 +58,8 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
   # Where not 0, sigma is instead the table of weights whose objective weight
   # comes nearest to (p(1 − p))^(−this) on `clip`.
   config.wanted_power = 0.0
+  # Whether they may not be negative: less near, and far less noisy.
+  config.wanted_nonnegative = False
   # Per-token loss: a function of groupstd.losses, as is the aggregate. Each
   # prompt moves by its own update, whatever the number of prompts.
   config.surrogate = {"reinforce": {}}

@@ -120,6 +120,7 @@ def build_op(config: ml_collections.ConfigDict) -> sigma.SigmaOp:
       lambda p: (p * (1 - p)) ** -config.wanted_power,
       config.group_size,
       interval=config.clip,
+      nonnegative=config.wanted_nonnegative,
     )
     op = sigma.table(fit.weights)
   else:

@@ -91,7 +91,7 @@ class Scores(NamedTuple):
 _BERNOULLI = Scores()
 
 
-@theory._in_double
+@theory.in_double
 def objective(rule: sigma.Rule, p: ArrayLike, group_size: int) -> Array:
   """F_G(p) = ∫₀^p c_G = 1/G · E[Σ_{j<k} A₊(j + 1) − A₋(j)], k ~ Bin(G, p).
 
@@ -144,7 +144,7 @@ def weights_for(
     raise ValueError(
       f"`interval` must be (low, high) with 0 ≤ low < high ≤ 1, got {interval}."
     )
-  size = theory._group_size(group_size)
+  size = theory.check_group_size(group_size)
   angles = np.linspace(0, np.pi, _FINER * 16 * size + 1)
   p = low + (high - low) * np.sin(angles / 2) ** 2  # Chebyshev points
   with jax.enable_x64(True):
@@ -189,7 +189,7 @@ def weights_for(
   return min(squares, best, key=lambda x: x.error)
 
 
-@theory._in_double
+@theory.in_double
 def kept_share(p: ArrayLike, group_size: int) -> Array:
   """1 − s: how often a group is mixed, which is what dynamic sampling keeps.
 
@@ -200,7 +200,7 @@ def kept_share(p: ArrayLike, group_size: int) -> Array:
   return jnp.sum(theory.binomial(p, group_size)[..., 1:-1], axis=-1)
 
 
-@theory._in_double
+@theory.in_double
 def redrawn_weight(
   op: sigma.SigmaOp, p: ArrayLike, group_size: int, max_draws: float
 ) -> Array:
@@ -218,7 +218,7 @@ def redrawn_weight(
   return weight * theory.expected_draws(p, group_size, max_draws)
 
 
-@theory._in_double
+@theory.in_double
 def replaced_weight(
   op: sigma.SigmaOp,
   p: ArrayLike,
@@ -248,7 +248,7 @@ def replaced_weight(
   return weight * jnp.sum(counts) / jnp.sum(counts * share)
 
 
-@theory._in_double
+@theory.in_double
 def update_variance(
   op: sigma.SigmaOp,
   p: ArrayLike,
@@ -290,7 +290,7 @@ def update_variance(
   return jnp.asarray(scores.contrast) ** 2 * between + within
 
 
-@theory._in_double
+@theory.in_double
 def signal_to_noise(
   op: sigma.SigmaOp,
   p: ArrayLike,

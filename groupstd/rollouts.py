@@ -248,8 +248,9 @@ def collect_bernoulli(
     else:
       answer = jnp.arange(group_size)
       right = answer < k[:, None]
-      where = answer < jnp.reshape(sizes, (-1, 1))
-      where = jnp.broadcast_to(where, right.shape)
+      where = jnp.ones(right.shape, theta.dtype)
+      if not isinstance(sizes, int):
+        where = where * (answer < sizes[:, None])
     tokens = right[..., None].astype(jnp.int32)
     scores = right.astype(theta.dtype)
     rollout = Rollout(

@@ -438,9 +438,9 @@ def rule(
       )
     )
     scale = jnp.broadcast_to(jnp.asarray(weight.scale), constant.shape)
-    advantages = jnp.where(
-      constant[..., None], 0, scale[..., None] * centred.deviations
-    )
+    # Its deviations are exactly 0 where a group is constant, whatever the op.
+    scale = jnp.where(constant, 0, scale)
+    advantages = scale[..., None] * centred.deviations
     return advantages, jnp.broadcast_to(jnp.asarray(weight.keep), silent.shape)
 
   return apply

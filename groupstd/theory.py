@@ -50,7 +50,7 @@ _SEARCH_TERMS = 2**22
 _TIE = 1e-9
 
 
-def _in_double(f: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+def in_double(f: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
   """Runs in float64, and hands over what stays float64."""
 
   @functools.wraps(f)
@@ -66,7 +66,7 @@ def _settle(x: Array) -> Array:
   return x if isinstance(x, Tracer) else np.asarray(x)
 
 
-@_in_double
+@in_double
 def binomial(p: ArrayLike, group_size: int) -> Array:
   """P(k) = C(G, k) p^k (1 − p)^(G−k) for k = 0, …, G: [..., G + 1].
 
@@ -76,22 +76,22 @@ def binomial(p: ArrayLike, group_size: int) -> Array:
   >>> print(binomial(0.5, 4))
   [0.0625 0.25   0.375  0.25   0.0625]
   """
-  p, size = _probability(p), _group_size(group_size)
+  p, size = _probability(p), check_group_size(group_size)
   return _settle(_pmf(_counts(size), size, p[..., None]))[..., : size + 1]
 
 
-@_in_double
+@in_double
 def silent_rate(p: ArrayLike, group_size: int) -> Array:
   """s = p^G + (1 − p)^G: how often all G answers are right, or all wrong.
 
   >>> print(silent_rate([0.05, 0.5], 8).round(4))
   [0.6634 0.0078]
   """
-  p, size = _probability(p), _group_size(group_size)
+  p, size = _probability(p), check_group_size(group_size)
   return p**size + (1 - p) ** size
 
 
-@_in_double
+@in_double
 def expected_draws(p: ArrayLike, group_size: int, max_draws: float) -> Array:
   """Σ_{i<N} s^i = (1 − s^N)/(1 − s): groups drawn when silence is redrawn.
 
@@ -114,7 +114,7 @@ def expected_draws(p: ArrayLike, group_size: int, max_draws: float) -> Array:
   return jnp.sum(silent[..., None] ** jnp.arange(int(max_draws)), axis=-1)
 
 
-@_in_double
+@in_double
 def advantages(rule: sigma.Rule, group_size: int) -> tuple[Array, Array, Array]:
   """(A₊, A₋, keep) of the groups with k = 0, …, G right: [G + 1] each.
 
@@ -134,12 +134,12 @@ def advantages(rule: sigma.Rule, group_size: int) -> tuple[Array, Array, Array]:
   >>> print(a_minus.round(2))  # −√(k/(G − k))
   [ 0.   -0.5  -0.82 -1.22 -2.    0.  ]
   """
-  size = _group_size(group_size)
+  size = check_group_size(group_size)
   a_plus, a_minus, keep = _advantages(rule, size, size)
   return a_plus[: size + 1], a_minus[: size + 1], keep[: size + 1]
 
 
-@_in_double
+@in_double
 def gain(op: sigma.SigmaOp, group_size: int) -> Array:
   """σ²·w by k = 0, …, G, the update (1/G)ΣA_i s_i per unit of contrast Δs.
 
@@ -154,7 +154,7 @@ def gain(op: sigma.SigmaOp, group_size: int) -> Array:
   return jnp.where(keep, mean * a_plus, 0)
 
 
-@_in_double
+@in_double
 def expected_update(
   op: sigma.SigmaOp, p: ArrayLike, group_size: int, max_draws: float = 1
 ) -> Array:
@@ -172,7 +172,7 @@ def expected_update(
   return jnp.sum(gains, axis=-1) * expected_draws(p, group_size, max_draws)
 
 
-@_in_double
+@in_double
 def objective_weight(rule: sigma.Rule, p: ArrayLike, group_size: int) -> Array:
   """c_G(p) = E[A₊(j + 1) − A₋(j)], j ~ Binomial(G − 1, p).
 
@@ -187,11 +187,11 @@ def objective_weight(rule: sigma.Rule, p: ArrayLike, group_size: int) -> Array:
   >>> print(objective_weight(rule, [0.0, 0.5], 5).round(3))  # √(G − 1) at 0
   [2.    1.725]
   """
-  p, size = _probability(p), _group_size(group_size)
+  p, size = _probability(p), check_group_size(group_size)
   return _objective_weight(rule, p, size, size)
 
 
-@_in_double
+@in_double
 def difficulty_weight(op: sigma.SigmaOp, p: ArrayLike) -> Array:
   """w(p), the operation at μ = p, σ = √(p(1 − p)) in a group without end.
 
@@ -214,7 +214,7 @@ def difficulty_weight(op: sigma.SigmaOp, p: ArrayLike) -> Array:
   return jnp.broadcast_to(jnp.where(weight.keep, weight.scale, 0), p.shape)
 
 
-@_in_double
+@in_double
 def limit_update(op: sigma.SigmaOp, p: ArrayLike) -> Array:
   """p(1 − p)·w(p), what `expected_update` tends to as G grows.
 
@@ -227,7 +227,7 @@ def limit_update(op: sigma.SigmaOp, p: ArrayLike) -> Array:
   return p * (1 - p) * weight
 
 
-@_in_double
+@in_double
 def fidelity(op: sigma.SigmaOp, p: ArrayLike, group_size: int) -> Array:
   """φ = c_G(p)/w(p): the expected update over its large-G limit.
 
@@ -239,7 +239,7 @@ def fidelity(op: sigma.SigmaOp, p: ArrayLike, group_size: int) -> Array:
   return jnp.divide(finite, difficulty_weight(op, p))
 
 
-@_in_double
+@in_double
 def required_group_size(
   op: sigma.SigmaOp, p: ArrayLike, fidelity: float, max_group_size: int = 4096
 ) -> Array:
@@ -253,7 +253,7 @@ def required_group_size(
   [42  7]
   """
   _check_fraction("fidelity", fidelity)
-  largest = _group_size(max_group_size, "max_group_size")
+  largest = check_group_size(max_group_size, "max_group_size")
   shape, p = np.shape(p), np.ravel(_probability(p))
   limit = np.asarray(difficulty_weight(op, p))[:, None]
   rule, found, low = sigma.rule(op), np.zeros(p.size, int), 2
@@ -278,7 +278,7 @@ def required_group_size(
   return found.reshape(shape)
 
 
-@_in_double
+@in_double
 def attenuation(p: ArrayLike, group_size: int) -> Array:
   """φ ≈ 1 − 1/(8Gp(1 − p)), GRPO's fidelity to first order in 1/G.
 
@@ -288,10 +288,10 @@ def attenuation(p: ArrayLike, group_size: int) -> Array:
   0.67
   """
   p = _probability(p)
-  return 1 - 1 / (8 * _group_size(group_size) * p * (1 - p))
+  return 1 - 1 / (8 * check_group_size(group_size) * p * (1 - p))
 
 
-@_in_double
+@in_double
 def group_size_law(p: ArrayLike, shortfall: float) -> Array:
   """G* ≈ 1/(8εp(1 − p)) = w(p)²/(8ε), where `attenuation` is 1 − ε.
 
@@ -306,7 +306,7 @@ def group_size_law(p: ArrayLike, shortfall: float) -> Array:
   return 1 / (8 * shortfall * p * (1 - p))
 
 
-@_in_double
+@in_double
 def mass_share(mass: ArrayLike, weights: ArrayLike, select: ArrayLike) -> Array:
   """Σ_{select} weights·mass / Σ weights·mass, the share of a part.
 
@@ -381,7 +381,7 @@ def _probability(p: ArrayLike) -> jax.Array:
   return jnp.asarray(p, float)
 
 
-def _group_size(group_size: int, name: str = "group_size") -> int:
+def check_group_size(group_size: int, name: str = "group_size") -> int:
   whole = isinstance(group_size, int | np.integer)
   if not whole or group_size < 2:
     raise ValueError(

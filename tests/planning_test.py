@@ -115,7 +115,7 @@ def test_straight_values_are_no_chords_to_be_caught_in(monkeypatch):
   """Each rollout of a prompt is worth the same, up to rounding: concave."""
   monkeypatch.setattr(planning, "_CORE", 1)
   gains = np.random.default_rng(3).integers(1, 9, (50, 1)) / 7
-  value = np.cumsum(np.broadcast_to(gains, (50, 33)), axis=1)
+  value = np.cumsum(np.tile(gains, 33), axis=1) + np.arange(50)[:, None] / 3
   for budget in range(0, 1600, 37):
     plan = planning.allocate(value, budget)
     assert plan.sizes.sum() == budget
