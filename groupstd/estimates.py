@@ -99,7 +99,7 @@ def expected_gain(
   >>> print(expected_gain(sigma.dr_grpo(), [1, 2], 4, 2).round(3))
   [0.125 0.167]
   """
-  return unbiased(theory.gain(op, group_size), k, n, group_size)
+  return unbiased(np.asarray(theory.gain(op, group_size)), k, n, group_size)
 
 
 def pass_at(k: ArrayLike, n: ArrayLike, m: int) -> np.ndarray:

@@ -135,7 +135,7 @@ def tabulate(worth: Worth, expect: Expect, sizes: ArrayLike) -> np.ndarray:
 
 def given(p: ArrayLike) -> Expect:
   """The mean over groups of prompts of success probability p [...]."""
-  return lambda values, size: theory.binomial(p, size) @ values
+  return lambda values, size: np.asarray(theory.binomial(p, size)) @ values
 
 
 def update(op: sigma.SigmaOp) -> Worth:

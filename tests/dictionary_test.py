@@ -186,12 +186,13 @@ def test_the_loss_of_a_network_ascends_the_objective():
 
   40 batches of 2048 groups of G = 6 answers of two tokens: the mean gradient,
   in every parameter and along ∇p, against c_G(p)∇p. The same check must fail
-  for 1.01 and 0.99 of c_G. Of 4·28 normal ones, one run in thirty would have
-  one beyond 4 (t, 39); the keys are fixed.
+  for 1.01 and 0.99 of c_G. Of 10·28 comparisons one run in twelve would have
+  one beyond 4 (t, 39), were they independent; the keys are fixed.
   """
   size, batch, batches = 6, 2048, 40
   table = sigma.table(np.abs(TABLE[size, 1:size]) + 0.5)
-  ops = [sigma.grpo(), sigma.max_rl(), half_masked, table]
+  # A weight of either sign may leave c_G too small for a part of it to show.
+  ops = [table, *(op for op in OPS.values() if op is not random_table)]
   policy = policies.from_nnx(Network(), length=2)
   params = policy.init(jax.random.key(0))
   prompt = jnp.array([[1, 2]])
