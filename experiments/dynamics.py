@@ -100,6 +100,16 @@ def _configs() -> tuple[dict[str, ml_collections.ConfigDict], bool]:
     faithful &= all(given[k] == default[k] for k in given if k not in _FREE)
     # Below the paper's number of prompts, noise is larger than the bounds.
     faithful &= given["num_prompts"] >= default["num_prompts"]
+    if (
+      given["num_groups"] != given["num_prompts"]
+      or given["plan"]
+      or given["max_rounds"] > 1
+      or given["observe_every"] > 1
+    ):
+      raise cli.UsageError(
+        f"arm {name} must ask every prompt in every step, observe every step,"
+        " make no plan and replace no group: what is predicted here is of that"
+      )
   return configs, faithful
 
 

@@ -55,7 +55,13 @@ def build(config: ml_collections.ConfigDict) -> Experiment:
   Raises:
     ValueError: naming the field, its value and what it must be.
   """
-  for field in "num_prompts", "num_steps", "checkpoint_every", "observe_every":
+  for field in (
+    "num_prompts",
+    "num_steps",
+    "checkpoint_every",
+    "observe_every",
+    "plan_every",
+  ):
     value: Any = config[field]
     if value < 1:
       raise ValueError(f"config.{field} must be at least 1, got {value}")
@@ -79,7 +85,7 @@ def build(config: ml_collections.ConfigDict) -> Experiment:
     "seed": config.seed,
     "max_draws": config.max_draws,
   }
-  learner = _reporting(learner)
+  learner = _reporting(learner, config)
   state = learner.init(policy.init(jax.random.key(config.seed)))
   if config.max_rounds == 1 and not config.plan:
     # Drawn by jax, exactly, in the program of the step.
@@ -115,6 +121,11 @@ def build(config: ml_collections.ConfigDict) -> Experiment:
 
 def build_op(config: ml_collections.ConfigDict) -> sigma.SigmaOp:
   """The product of config.sigma's operations, checked at config.group_size."""
+  if config.wanted_power and config.sigma:
+    raise ValueError(
+      "config.sigma must be empty where config.wanted_power is not 0, got"
+      f" {sorted(config.sigma)}: the wanted objective decides the weights"
+    )
   if config.wanted_power:
     fit = objectives.weights_for(
       lambda p: (p * (1 - p)) ** -config.wanted_power,
@@ -136,7 +147,7 @@ def build_op(config: ml_collections.ConfigDict) -> sigma.SigmaOp:
 
 def population(config: ml_collections.ConfigDict) -> np.ndarray:
   """[num_prompts]: success probabilities drawn from Big-Math's solve rates."""
-  low, high = config.clip
+  low, high = config.clip if len(config.clip) == 2 else (0, 1)
   if not 0 < low <= high < 1:
     raise ValueError(
       f"config.clip must be two numbers inside (0, 1), got {config.clip}: a"
@@ -181,6 +192,12 @@ def _planned(
     raise ValueError(
       "config.plan must be empty where silent groups are drawn again, got"
       f" {config.plan!r}: the plan does not count those rollouts"
+    )
+  if config.max_group_size < config.group_size:
+    raise ValueError(
+      "config.max_group_size must be at least config.group_size, got"
+      f" {config.max_group_size} and {config.group_size}: the budget could not"
+      " be spent"
     )
   if config.checkpoint_every % config.plan_every:
     raise ValueError(
@@ -239,16 +256,20 @@ def _observer(
   return observe
 
 
-def _reporting(learner: learners.Learner) -> learners.Learner:
+def _reporting(
+  learner: learners.Learner, config: ml_collections.ConfigDict
+) -> learners.Learner:
   """The learner with None in Info for what is not logged, nor then computed.
 
   REINFORCE's loss says nothing as a number, and costs as much as a step.
   """
+  logged = {"kept", "grad_norm", "skipped", "nonfinite"}
+  if "reinforce" not in config.surrogate:
+    logged |= {"loss", "clip_fraction"}
 
   def step(state, rollout):
     state, info = learner.step(state, rollout)
-    unlogged = set(info._fields) - {"kept", "grad_norm", "skipped", "nonfinite"}
-    return state, info._replace(**dict.fromkeys(unlogged))
+    return state, info._replace(**dict.fromkeys(set(info._fields) - logged))
 
   return learners.Learner(learner.init, step)
 

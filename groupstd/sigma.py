@@ -180,7 +180,8 @@ def table(weights: chex.Array | Sequence[float]) -> SigmaOp:
     entries = jnp.asarray(weights, stats.std.dtype)
     index = jnp.clip(k.astype(int) - 1, 0, group_size - 2)
     known = binary & (stats.size == group_size)
-    known |= stats.mean == 1  # A constant group's stand-in: no mixed one's μ.
+    # As `rule` shows a constant group, and no mixed one of 0/1 rewards is.
+    known |= (stats.mean == 1) & (stats.std == 1)
     return Weight(jnp.where(known, entries[index], jnp.nan))
 
   return op
@@ -224,7 +225,8 @@ def pass_at(m: int) -> SigmaOp:
     taken = jnp.arange(m - 1)
     ratio = jnp.prod((wrong - taken) / (others - taken), axis=-1)
     scale = stats.size / (stats.size - 1) * m * ratio
-    known |= stats.mean == 1  # A constant group's stand-in: no mixed one's μ.
+    # As `rule` shows a constant group, and no mixed one of 0/1 rewards is.
+    known |= (stats.mean == 1) & (stats.std == 1)
     return Weight(jnp.where(known, scale, jnp.nan))
 
   return op

@@ -89,6 +89,12 @@ def test_what_is_observed_is_what_theory_says(tmp_path):
     ({"surrogate": {"clipped": {"low": 3.0}}}, "config.surrogate.clipped: .*3"),
     ({"aggregate": {}}, "config.aggregate must have one entry"),
     ({"optimizer": {"sgdd": {}}}, "no 'sgdd'; did you mean sgd"),
+    ({"wanted_power": 0.5}, "config.sigma must be empty"),
+    ({"plan": "updat"}, "config.plan must be .* did you mean update"),
+    ({"plan": "update", "max_group_size": 4}, "budget could not"),
+    ({"plan": "update", "plan_every": 0}, "config.plan_every .* got 0"),
+    ({"plan": "update", "plan_every": 3}, "must divide config.checkpoint"),
+    ({"clip": (0.1,)}, "config.clip must be two numbers"),
   ],
 )
 def test_a_wrong_config_is_refused_before_any_work(fields, message, tmp_path):
