@@ -136,7 +136,9 @@ def build_op(config: ml_collections.ConfigDict) -> sigma.SigmaOp:
     op = sigma.table(fit.weights)
   else:
     op = sigma.product(*_make(sigma, config.sigma, "config.sigma"))
-  broken = ~np.isfinite(theory.gain(op, config.group_size))
+  with jax.enable_x64(True):  # One program, where theory would compile forty.
+    gain = jax.jit(lambda: theory.gain(op, config.group_size))()
+  broken = ~np.isfinite(np.asarray(gain))
   if broken.any():
     raise ValueError(
       "config.sigma must weigh every group with a finite number, it does not"
