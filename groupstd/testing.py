@@ -30,6 +30,8 @@ def gradient(
   rule: sigma.Rule,
   params: Any,
   rollout: rollouts.Rollout,
+  *,
+  reference: Any = None,
   **kwargs: Any,
 ) -> Any:
   """What `learners.policy_gradient(policy, ..., rule, **kwargs)` descends.
@@ -42,13 +44,14 @@ def gradient(
     rule: the rule.
     params: where the gradient is taken.
     rollout: the batch.
+    reference: of a KL; the params by default.
     **kwargs: the learner's other arguments.
 
   Returns:
     A pytree like `params`.
   """
   learner = learners.policy_gradient(policy, _keep_gradient(), rule, **kwargs)
-  state, _ = learner.step(learner.init(params), rollout)
+  state, _ = learner.step(learner.init(params, reference), rollout)
   return state.opt_state
 
 
@@ -110,7 +113,9 @@ def assert_identity(
     rewards = (rewards + shift).astype(scores.dtype)[None]
     rollout = rollouts.Rollout(
       prompts=prompts,
-      **answers._asdict(),
+      tokens=answers.tokens,
+      mask=answers.mask,
+      log_probs=answers.log_probs,
       rewards=rewards,
       scores=rewards,
       where=jnp.ones(rewards.shape, bool),
@@ -246,6 +251,7 @@ def assert_gradients(
   seed: int = 0,
   step: float = 1e-5,
   rtol: float = 1e-6,
+  reference: Any = None,
   **kwargs: Any,
 ) -> None:
   """Asserts that the learner descends the very loss that it reports.
@@ -265,6 +271,7 @@ def assert_gradients(
       parameters, needs one of about 1e-2,
     rtol: and a largest relative error as large. Rounding to float64 in the
       difference is allowed for beside it.
+    reference: of a KL; the params by default.
     **kwargs: the learner's other arguments.
 
   Raises:
@@ -299,10 +306,19 @@ def assert_gradients(
       where=jnp.ones(shape[:2], bool),
     )
     learner = learners.policy_gradient(policy, optax.identity(), rule, **kwargs)
-    loss = jax.jit(lambda p: learner.step(learner.init(p), rollout)[1].loss)
-    slope = jax.jit(lambda p: gradient(policy, rule, p, rollout, **kwargs))(
-      params
-    )
+    reference = params if reference is None else reference
+
+    @jax.jit
+    def loss(params):
+      return learner.step(learner.init(params, reference), rollout)[1].loss
+
+    @jax.jit
+    def descend(params):
+      return gradient(
+        policy, rule, params, rollout, reference=reference, **kwargs
+      )
+
+    slope = descend(params)
     for _ in range(3):
       key = next(keys)
       direction = jax.tree.map(

@@ -209,7 +209,9 @@ def test_the_loss_of_a_network_ascends_the_objective():
     rewards = is_right(drawn.tokens).astype(jnp.float32)
     rollout = rollouts.Rollout(
       prompts=prompts,
-      **drawn._asdict(),
+      tokens=drawn.tokens,
+      mask=drawn.mask,
+      log_probs=drawn.log_probs,
       rewards=rewards,
       scores=rewards,
       where=jnp.ones(rewards.shape, bool),

@@ -89,7 +89,9 @@ def updates(policy, rule, params, prompts, answers, rewards, where=None, **kw):
   def update(rewards, where):
     rollout = rollouts.Rollout(
       prompts=prompts,
-      **answers._asdict(),
+      tokens=answers.tokens,
+      mask=answers.mask,
+      log_probs=answers.log_probs,
       rewards=rewards[None],
       scores=rewards[None],
       where=where[None],

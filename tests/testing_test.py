@@ -12,6 +12,7 @@ import pytest
 from scipy import special, stats
 
 from groupstd import (
+  draws,
   learners,
   losses,
   policies,
@@ -228,7 +229,7 @@ def test_a_user_s_method_trains(rule):
   start = np.linspace(0.1, 0.9, 64)
   policy = policies.bernoulli(start)
   learner = learners.policy_gradient(policy, optax.adam(0.05), rule)
-  collect = rollouts.collect_bernoulli(
+  collect = draws.collect_bernoulli(
     policy, tasks.bernoulli(64), num_groups=64, group_size=8
   )
 
@@ -309,7 +310,7 @@ def test_bad_operations_break_a_law(op, message):
 # --- assert_identity ---
 
 
-def right_answers_only(log_probs, behaviour, advantages):
+def right_answers_only(log_probs, behaviour, advantages, mask):
   terms = -jnp.maximum(advantages, 0) * log_probs
   return terms, jnp.zeros(terms.shape, bool)
 
@@ -372,7 +373,7 @@ def single(params, prompts, tokens):
   return LOG_PROB(params.astype(jnp.float32), prompts, tokens)
 
 
-def stopped_ratio(log_probs, behaviour, advantages):
+def stopped_ratio(log_probs, behaviour, advantages, mask):
   """CISPO's kind, which by declaration is not the gradient of its value."""
   ratio = jax.lax.stop_gradient(jnp.exp(log_probs - behaviour))
   terms = -advantages * ratio * log_probs
