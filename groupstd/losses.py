@@ -3,6 +3,8 @@
 A surrogate or a KL estimator turns log-probs into one number per token; an
 aggregate says what each token's number weighs and what the sum is divided by.
 None of them knows of groups' σ: that part of a method is `groupstd.sigma`.
+Surrogates, and corrections for answers that another program drew, are written
+in `groupstd.surrogates`.
 """
 
 from collections.abc import Callable
@@ -13,92 +15,46 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from groupstd.surrogates import (
+  Correction,
+  Surrogate,
+  cispo,
+  clipped,
+  drop,
+  hold,
+  log_ratio,
+  reinforce,
+  sequence_clipped,
+  truncate,
+)
+
 __all__ = [
   "Aggregate",
+  "Correction",
   "KLEstimator",
   "Surrogate",
+  "cispo",
   "clipped",
+  "drop",
   "group_sum",
   "k1",
   "k2",
   "k3",
   "reinforce",
+  "sequence_clipped",
   "sequence_mean",
   "sequence_sum",
   "token_mean",
+  "truncate",
 ]
 
-# (log_probs, behaviour_log_probs, advantages) → (terms to minimise, clipped).
-Surrogate = Callable[
-  [jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
-]
 # (log_probs, reference_log_probs) → (terms to minimise, clamped).
 KLEstimator = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 # (mask [B, G, T], where [B, G]) → (weights [B, G, T], denominator []).
 Aggregate = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
-# exp of this is far above any clip bound, and its square is still finite.
-_MAX_LOG_RATIO = 20.0
-_MAX_KL_LOG_RATIO = 10.0
-
-
-def reinforce() -> Surrogate:
-  """−A·log π: its gradient is the policy gradient −A·∇log π, always.
-
-  The behaviour log-probs play no part, so it is on-policy by declaration.
-  """
-
-  def surrogate(log_probs, behaviour_log_probs, advantages):
-    del behaviour_log_probs
-    terms = -advantages * log_probs
-    return terms, jnp.zeros(terms.shape, bool)
-
-  return surrogate
-
-
-def clipped(
-  low: float = 0.2, high: float | None = None, *, dual: float | None = None
-) -> Surrogate:
-  """−min(rA, clip(r, 1 − low, 1 + high)·A), r = π/π_behaviour.
-
-  PPO's surrogate (arXiv:1707.06347) with DAPO's asymmetric bounds
-  (arXiv:2503.14476) and, for A < 0, the dual bound r ≤ dual (arXiv:1912.09729).
-  A token is called clipped where a bound binds, which is where its gradient is
-  exactly 0. No stale log-prob can overflow, as log r is held within ±20: one
-  more bound, with gradient 0 beyond.
-
-  Args:
-    low: how far below 1 the ratio may push; 0 ≤ low < 1.
-    high: how far above 1; ≥ 0, and `low` by default.
-    dual: the largest ratio that counts for negative advantages; > 1.
-
-  Raises:
-    ValueError: if a bound lies outside its range.
-
-  >>> terms, bound = clipped(0.2, 0.28)(
-  ...     jnp.log(jnp.array([1.3, 0.7])), jnp.zeros(2), jnp.ones(2))
-  >>> print(terms, bound)
-  [-1.28 -0.7 ] [ True False]
-  """
-  high = low if high is None else high
-  _check_bound("low", low, 0.0 <= _number(low) < 1.0, "in [0, 1)")
-  _check_bound("high", high, 0.0 <= _number(high) < math.inf, "at least 0")
-  if dual is not None:
-    _check_bound("dual", dual, 1.0 < _number(dual) < math.inf, "above 1")
-
-  def surrogate(log_probs, behaviour_log_probs, advantages):
-    log_ratio, held = _log_ratio(log_probs, behaviour_log_probs, _MAX_LOG_RATIO)
-    ratio = jnp.exp(log_ratio)
-    rises = advantages > 0
-    bound = jnp.where(rises, 1.0 + high, 1.0 - low)
-    binds = jnp.where(rises, ratio > bound, (ratio < bound) & (advantages < 0))
-    if dual is not None:
-      over = (ratio > dual) & (advantages < 0)
-      bound, binds = jnp.where(over, dual, bound), binds | over
-    terms = -advantages * jnp.where(binds, bound, ratio)
-    return terms, binds | (held & (advantages != 0))
-
-  return surrogate
+# k₃ and its gradient are then at most e¹⁰.
+_MAX_LOG_RATIO = 10.0
 
 
 def k1(log_probs: chex.Array, reference_log_probs: chex.Array):
@@ -107,7 +63,7 @@ def k1(log_probs: chex.Array, reference_log_probs: chex.Array):
   As a loss on answers drawn from π its expected gradient is E[∇log π] = 0: it
   regularises nothing. Offered to measure with.
   """
-  return _log_ratio(log_probs, reference_log_probs, _MAX_KL_LOG_RATIO)
+  return hold(log_ratio(log_probs, reference_log_probs), _MAX_LOG_RATIO)
 
 
 def k2(log_probs: chex.Array, reference_log_probs: chex.Array):
@@ -115,8 +71,8 @@ def k2(log_probs: chex.Array, reference_log_probs: chex.Array):
 
   On answers drawn from π. As a number it is a biased estimate of that KL.
   """
-  log_ratio, clamped = k1(log_probs, reference_log_probs)
-  return 0.5 * jnp.square(log_ratio), clamped
+  log_r, clamped = k1(log_probs, reference_log_probs)
+  return 0.5 * jnp.square(log_r), clamped
 
 
 def k3(log_probs: chex.Array, reference_log_probs: chex.Array):
@@ -126,8 +82,8 @@ def k3(log_probs: chex.Array, reference_log_probs: chex.Array):
   expected gradient is that of the other direction, ∇KL(π_ref‖π). The log-ratio
   is held within ±10, with gradient 0 beyond, and such tokens are reported.
   """
-  log_ratio, clamped = k1(log_probs, reference_log_probs)
-  return jnp.expm1(-log_ratio) + log_ratio, clamped
+  log_r, clamped = k1(log_probs, reference_log_probs)
+  return jnp.expm1(-log_r) + log_r, clamped
 
 
 def token_mean() -> Aggregate:
@@ -201,33 +157,9 @@ def _token_weights(mask: jax.Array, where: jax.Array) -> jax.Array:
   return jnp.where(mask, where[..., None], 0)
 
 
-def _log_ratio(
-  log_probs: chex.Array, others: chex.Array, bound: float
-) -> tuple[jax.Array, jax.Array]:
-  """Held within ±bound with gradient 0 beyond, and where it was beyond."""
-  dtype = jnp.promote_types(jnp.result_type(log_probs, others), jnp.float32)
-  log_ratio = jnp.asarray(log_probs, dtype) - jnp.asarray(others, dtype)
-  beyond = jnp.abs(log_ratio) > bound
-  return jnp.where(beyond, jnp.sign(log_ratio) * bound, log_ratio), beyond
-
-
-def _number(value: object) -> float:
-  """The value, or NaN, which lies within no range, if it is no number."""
-  if isinstance(value, numbers.Real) and not isinstance(value, bool):
-    return float(value)
-  return math.nan
-
-
-def _check_bound(name: str, value: object, valid: bool, requirement: str):
-  if not valid:
-    raise ValueError(
-      f"`{name}` must be a number {requirement}, got {value!r}: the ratio is"
-      " held between 1 - low and 1 + high, and below `dual`."
-    )
-
-
-def _check_denominator(value: object):
-  if not 0.0 < _number(value) < math.inf:
+def _check_denominator(value: float):
+  number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if not number or not (math.isfinite(value) and value > 0):
     raise ValueError(
       f"`denominator` must be a positive finite number, got {value!r}."
     )

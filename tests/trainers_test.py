@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from groupstd import sigma
+from groupstd import rules, sigma
 
 # Three groups: right answers, wrong answers. Every right one has the advantage
 # listed first below, every wrong one the second.
@@ -35,31 +35,15 @@ def floored(stats):
   return sigma.Weight(1 / jnp.maximum(stats.std, 1e-5))
 
 
-def left_out(rewards, where=None, scores=None):
-  """A_i = (R_i − b_i)/(σ_i + 10⁻⁶), b_i and σ_i of the others only.
-
-  σ_i is their sample σ; where they are all equal, nothing is divided. For
-  whole groups. Not zero-sum, so no weight of the group's statistics gives it.
-  """
-  del where, scores
-  size = rewards.shape[-1]
-  matrix = jnp.broadcast_to(rewards[..., None, :], (*rewards.shape, size))
-  others = jnp.broadcast_to(1 - jnp.eye(size), matrix.shape)
-  stats = sigma.group_stats(matrix, others)  # [..., G] each
-  std = stats.std * jnp.sqrt(stats.size / jnp.maximum(stats.size - 1, 1))
-  divisor = jnp.where(stats.silent, 1, std + 1e-6)
-  keep = jnp.ones(rewards.shape[:-1], bool)
-  return (rewards - stats.mean) / divisor, keep
-
-
 TRAINERS = {
   # TRL 1.16.0, trl/trainer/grpo_trainer.py and utils.py: scale_rewards "group"
-  # (the default), "none"; "batch" takes σ over the whole batch, no group's.
+  # (the default), "none"; "batch" takes σ over the whole batch, here one group.
   "TRL": (
     sigma.rule(sigma.divide(ddof=1, eps=1e-4)),
     over(SAMPLE_STD, 1e-4),
   ),
   "TRL, none": (sigma.rule(sigma.dr_grpo()), CENTRED),
+  "TRL, batch": (rules.batch_scaled(), over(SAMPLE_STD, 1e-4)),
   # Tunix 0.1.7, tunix/rl/algo_core.py: estimators grpo, drgrpo, rloo.
   "Tunix": (
     sigma.rule(sigma.divide(ddof=1, eps=1e-6)),
@@ -79,7 +63,7 @@ TRAINERS = {
   # utils.py at 00439539: the defaults; normalize_rewards off;
   # use_leave_one_out_baseline off.
   "NeMo-RL": (
-    left_out,
+    rules.left_out(),
     [
       (
         5 / 7 / (math.sqrt(5 / 21) + 1e-6),
@@ -134,7 +118,7 @@ def test_a_constant_group_is_exactly_zero_and_kept_in_each(trainer):
 
 def test_leaving_out_of_the_deviation_too_is_no_weight():
   """A weight's advantages sum to 0; these do not (1 − √3 for [1, 0, 0, 0])."""
-  advantages, _ = left_out(jnp.array([1.0, 0.0, 0.0, 0.0]))
+  advantages, _ = rules.left_out()(jnp.array([1.0, 0.0, 0.0, 0.0]))
   np.testing.assert_allclose(advantages.sum(), 1 - math.sqrt(3), rtol=1e-5)
 
 
