@@ -1,13 +1,15 @@
-"""Learners: one policy-gradient step from a batch of groups.
+"""Learners: the policy-gradient updates that a batch of groups makes.
 
 The step is a pure function of (state, rollout): jit it, donate the state, shard
-it. Advantages, keeps and behaviour log-probs are inputs of what is
+it. Advantages, keeps, behaviour and reference log-probs are inputs of what is
 differentiated, so that no gradient needs to be stopped.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from typing import Any, NamedTuple, Protocol
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -24,61 +26,90 @@ class TrainState(NamedTuple):
     step: iterations made, updates skipped included.
     params: the policy's parameters.
     opt_state: the optimizer's; it counts the updates it made itself.
+    reference: parameters that a KL is taken to, never updated; None without.
   """
 
   step: jax.Array
   params: Any
   opt_state: Any
+  reference: Any = None
 
 
 class Info(NamedTuple):
   """What a step saw and did, each []. What is not read is not computed.
 
+  Where a step makes several updates, sums and shares run over all of them.
+
   Attributes:
-    loss: Σ weights·terms / denominator, KL included.
+    loss: Σ weights·terms / denominator, KL and entropy included.
     kl: the same sum of the KL estimator's terms, before its coefficient.
+    entropy: mean over the tokens that train; with an `entropy_coef` the exact
+      entropy of what each was drawn from, otherwise its estimate, −log π of the
+      behaviour.
     denominator: what the aggregate divided by.
     kept: groups in numerator and denominator.
     silent: groups whose raw scores are all equal (empty ones left out).
+    regularized: groups under KL or entropy.
     clip_fraction: share of the training tokens whose clip binds.
     clamped: training tokens whose log-ratio to the reference was held.
-    max_advantage: the largest |A|.
-    grad_norm: before the optimizer.
-    skipped: whether no update was made, since nothing was kept.
-    nonfinite: whether no update was made, since a reward, an advantage or the
-      gradient's norm was not finite.
+    corrected: share of the training tokens that the correction held or dropped.
+    first_ratio: the largest |π/π_sampler − 1| of a training token in the first
+      update, before anything moved: rounding, where the policy drew them.
+    max_advantage: the largest |A| of a kept group.
+    grad_norm: before the optimizer, the largest.
+    skipped: updates not made, since nothing was kept.
+    nonfinite: updates not made, since a reward, an advantage or the gradient's
+      norm was not finite.
   """
 
   loss: jax.Array
   kl: jax.Array
+  entropy: jax.Array
   denominator: jax.Array
   kept: jax.Array
   silent: jax.Array
+  regularized: jax.Array
   clip_fraction: jax.Array
   clamped: jax.Array
+  corrected: jax.Array
+  first_ratio: jax.Array
   max_advantage: jax.Array
   grad_norm: jax.Array
   skipped: jax.Array
   nonfinite: jax.Array
 
 
-class Learner(NamedTuple):
-  """init: params → TrainState. step: (state, rollout) → (state, Info)."""
+class _Init(Protocol):
+  def __call__(self, params: Any, reference: Any = None) -> TrainState: ...
 
-  init: Callable[[Any], TrainState]
+
+class Learner(NamedTuple):
+  """Where training starts, and what a batch does to it.
+
+  Attributes:
+    init: (params, reference) → TrainState. With a KL the reference is copied
+      into the state, and is the params given where none is; without a KL none
+      is kept.
+    step: (state, rollout) → (state, Info).
+  """
+
+  init: _Init
   step: Callable[[TrainState, rollouts.Rollout], tuple[TrainState, Info]]
 
 
 class _Batch(NamedTuple):
-  """What the differentiated function takes of a rollout."""
+  """What an update takes of a rollout; 0 at slots that do not train."""
 
   prompts: Any
   tokens: jax.Array  # [B, G, T]
   mask: jax.Array  # [B, G, T]
-  log_probs: jax.Array  # [B, G, T]
+  where: jax.Array  # [B, G]
   advantages: jax.Array  # [B, G]
-  weights: jax.Array  # [B, G, T], divided by the denominator
-  counts: jax.Array  # [B, G, T], rollouts a training token stands for
+  regularized: jax.Array  # [B]
+  drawn: jax.Array  # [B, G, T], log-probs that the sampler reported
+  behaviour: jax.Array  # [B, G, T], log-probs that a ratio is taken to
+  reference: jax.Array | None  # [B, G, T], log-probs
+  correction: tuple[jax.Array, jax.Array] | None  # [B, G, T], weights, affected
 
 
 class _Sums(NamedTuple):
@@ -86,8 +117,11 @@ class _Sums(NamedTuple):
 
   loss: jax.Array
   kl: jax.Array
+  tokens: jax.Array
+  entropy: jax.Array
   clipped: jax.Array
   clamped: jax.Array
+  corrected: jax.Array
 
 
 def policy_gradient(
@@ -99,10 +133,23 @@ def policy_gradient(
   aggregate: losses.Aggregate | None = None,
   kl_coef: float = 0.0,
   kl: losses.KLEstimator = losses.k3,
-  reference: Any = None,
+  entropy_coef: float = 0.0,
+  regularize_silent: bool = True,
+  correction: losses.Correction | None = None,
+  epochs: int = 1,
+  mini_batches: int = 1,
   micro_batches: int = 1,
 ) -> Learner:
-  """θ ← optimizer(∇_θ Σ weights·(surrogate + kl_coef·KL) / denominator).
+  """θ ← optimizer(∇_θ Σ weights·(surrogate + β·KL − η·H) / denominator).
+
+  β is `kl_coef`, η is `entropy_coef`, and the weights are the aggregate's.
+
+  A silent group meets three switches, of which none moves another:
+    its policy gradient is 0, as the rule's advantages are where a group's
+      rewards are all equal;
+    the rule's `keep` says whether it counts in the denominator; a dropped group
+      is in no sum at all;
+    `regularize_silent` says whether, being kept, it is under KL and entropy.
 
   Args:
     policy: what answers.
@@ -110,134 +157,242 @@ def policy_gradient(
     rule: rewards to advantages; `sigma.rule(op)` makes one of an operation.
     surrogate: `losses.reinforce()` by default.
     aggregate: `losses.token_mean()` by default.
-    kl_coef: of the KL to the reference, over the same tokens with the same
-      weights: a silent group that is kept is under KL, a dropped one is not.
+    kl_coef: of the KL to the state's reference.
     kl: the estimator.
-    reference: parameters of the reference policy; needed with `kl_coef`.
-    micro_batches: in how many parts the gradient is taken, one after another.
-      Cuts run between groups and change nothing but memory.
+    entropy_coef: of the exact entropy of what each token was drawn from; the
+      policy must offer `log_prob_and_entropy`.
+    regularize_silent: whether groups whose raw scores are all equal, but which
+      are kept, are under KL and entropy.
+    correction: for answers that another program drew, such as
+      `losses.truncate()`: its weights multiply whole tokens, the denominator
+      stays, and the surrogate's behaviour is the policy at the step's start.
+      Without one, a sampler's log-prob that is not finite and that the
+      surrogate reads makes the update's gradient NaN, and it is not made.
+    epochs: how often the batch is gone through. From the second update on its
+      answers are another policy's: take a surrogate with a ratio.
+    mini_batches: into how many updates each time; each has a denominator of its
+      own, while advantages and keeps are the whole batch's.
+    micro_batches: in how many parts an update's gradient is taken, one after
+      another, which changes nothing but memory. All cuts run between groups.
 
   Returns:
-    A learner. Its step leaves params and optimizer as they were, and says so,
-    where nothing was kept or something was not finite; the iteration counts on.
+    A learner. Its step makes epochs·mini_batches updates. It leaves out, and
+    counts, one where nothing is kept or something is not finite: params and
+    optimizer are then as they were; the iteration counts on.
 
   Raises:
-    ValueError: if `kl_coef` is negative, or positive without a reference, or
-      `micro_batches` is below 1; from the step, if it does not divide B.
+    ValueError: if a coefficient is negative or a number of parts below 1, or
+      the policy offers no entropy that is asked for; from the step, if
+      mini_batches·micro_batches does not divide B.
+    AssertionError: from `init`, if the reference's shapes are not the params'.
   """
   surrogate = surrogate or losses.reinforce()
   aggregate = aggregate or losses.token_mean()
-  if not 0 <= kl_coef < float("inf"):
-    raise ValueError(f"`kl_coef` must be at least 0, got {kl_coef}.")
-  if kl_coef and reference is None:
+  for name, coef in ("kl_coef", kl_coef), ("entropy_coef", entropy_coef):
+    if not 0 <= coef < math.inf:
+      raise ValueError(f"`{name}` must be at least 0 and finite, got {coef}.")
+  for name, number in [
+    ("epochs", epochs),
+    ("mini_batches", mini_batches),
+    ("micro_batches", micro_batches),
+  ]:
+    if not isinstance(number, int) or number < 1:
+      raise ValueError(
+        f"`{name}` must be an integer of at least 1, got {number}."
+      )
+  with_entropy = policy.log_prob_and_entropy if entropy_coef else None
+  if entropy_coef and with_entropy is None:
     raise ValueError(
-      f"`reference` parameters must be given with `kl_coef` {kl_coef}: there"
-      " is nothing to stay close to."
+      f"`entropy_coef` must be 0, got {entropy_coef}: the policy offers no"
+      " `log_prob_and_entropy`."
     )
-  if not isinstance(micro_batches, int) or micro_batches < 1:
-    raise ValueError(
-      f"`micro_batches` must be an integer of at least 1, got {micro_batches}."
-    )
-  reference = jax.tree.map(jnp.asarray, reference)
+  parts = mini_batches * micro_batches
 
-  def loss(params, batch: _Batch):
-    log_probs = policy.log_prob(params, batch.prompts, batch.tokens)
+  def log_probs_of(params, rollout: rollouts.Rollout):  # [B, G, T]
+    """Outside of what is differentiated, in parts no larger than its own."""
+    asked = rollout.prompts, rollout.tokens
+    if parts == 1:
+      return policy.log_prob(params, *asked)
+    found = jax.lax.map(
+      lambda x: policy.log_prob(params, *x), _cut(asked, parts)
+    )
+    return jnp.swapaxes(found, 0, 1).reshape(rollout.tokens.shape)
+
+  def loss(params, batch: _Batch, weights):
+    given = params, batch.prompts, batch.tokens
+    if with_entropy is not None:
+      log_probs, entropies = with_entropy(*given)
+      entropies = jnp.where(batch.mask, entropies, 0)
+    else:
+      log_probs, entropies = policy.log_prob(*given), -batch.behaviour
     # Selected before anything is computed of it: what a masked slot holds
     # reaches neither the loss nor, through 0·∞, the gradient.
     log_probs = jnp.where(batch.mask, log_probs, 0)
-    behaviour = jnp.where(batch.mask, batch.log_probs, 0)
     terms, clipped = surrogate(
-      log_probs, behaviour, batch.advantages[..., None]
+      log_probs, batch.behaviour, batch.advantages[..., None], batch.mask
     )
-    divergence, clamped = jnp.zeros_like(terms), jnp.zeros(terms.shape, bool)
-    if kl_coef:
-      fixed = policy.log_prob(reference, batch.prompts, batch.tokens)
-      divergence, clamped = kl(log_probs, jnp.where(batch.mask, fixed, 0))
-    value = jnp.sum(batch.weights * (terms + kl_coef * divergence))
-    return value, _Sums(
+    value = jnp.sum(weights * terms)
+    counts = jnp.where(batch.mask, batch.where[..., None], 0)
+    regularized = batch.regularized[:, None, None]
+    divergence = clamped = corrected = jnp.zeros([])
+    if batch.reference is not None:
+      divergence, clamped = kl(log_probs, batch.reference)
+      divergence = jnp.sum(jnp.where(regularized, weights * divergence, 0))
+      clamped = jnp.sum(counts * (regularized & clamped))
+      value += kl_coef * divergence
+    if entropy_coef:
+      bonus = jnp.sum(jnp.where(regularized, weights * entropies, 0))
+      value -= entropy_coef * bonus
+    if batch.correction is not None:
+      corrected = jnp.sum(counts * batch.correction[1])
+    sums = _Sums(
       loss=value,
-      kl=jnp.sum(batch.weights * divergence),
-      clipped=jnp.sum(batch.counts * clipped),
-      clamped=jnp.sum(batch.counts * clamped),
+      kl=divergence,
+      tokens=jnp.sum(counts),
+      entropy=jnp.sum(counts * entropies),
+      clipped=jnp.sum(counts * clipped),
+      clamped=clamped,
+      corrected=corrected,
     )
+    off = jnp.abs(jnp.expm1(log_probs - batch.drawn))
+    return value, (sums, jnp.max(off, initial=0))
 
-  def gradient(params, batch: _Batch):
+  def gradient(params, batch: _Batch, weights):
+    slope = jax.grad(loss, has_aux=True)
     if micro_batches == 1:
-      return jax.grad(loss, has_aux=True)(params, batch)
-    num_groups = len(batch.advantages)
-    if num_groups % micro_batches:
-      raise ValueError(
-        f"`micro_batches` must divide the {num_groups} groups of a batch, got"
-        f" {micro_batches}: `rollouts.pad` adds groups that weigh nothing."
-      )
-
-    def cut(x):  # Every M-th group, so that no part crosses shards.
-      return jnp.swapaxes(x.reshape(-1, micro_batches, *x.shape[1:]), 0, 1)
+      return slope(params, batch, weights)
 
     def add(total, part):
-      return jax.tree.map(
-        jnp.add, total, jax.grad(loss, has_aux=True)(params, part)
-      ), None
+      grads, (sums, off) = slope(params, *part)
+      return jax.tree.map(jnp.add, total, (grads, sums)), off
 
-    shapes = jax.eval_shape(jax.grad(loss, has_aux=True), params, batch)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.scan(add, zeros, jax.tree.map(cut, batch))[0]
+    cut = _cut((batch, weights), micro_batches)
+    grads, (sums, _) = jax.eval_shape(slope, params, batch, weights)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
+    (grads, sums), off = jax.lax.scan(add, zeros, cut)
+    return grads, (sums, jnp.max(off))
 
-  def init(params):
-    return TrainState(jnp.zeros([], jnp.int32), params, optimizer.init(params))
+  def init(params, reference=None):
+    if not kl_coef:
+      reference = None
+    else:  # A copy, since a step may take over the buffers of its state.
+      reference = params if reference is None else reference
+      reference = jax.tree.map(jnp.copy, reference)
+      chex.assert_trees_all_equal_shapes(reference, params)
+    opt_state = optimizer.init(params)
+    return TrainState(jnp.zeros([], jnp.int32), params, opt_state, reference)
 
   def step(state, rollout):
+    if len(rollout.where) % parts:
+      raise ValueError(
+        "`mini_batches`·`micro_batches` must divide the"
+        f" {len(rollout.where)} groups of a batch, got"
+        f" {mini_batches}·{micro_batches}: `rollouts.pad` adds groups that"
+        " weigh nothing."
+      )
     advantages, keep = rule(rollout.rewards, rollout.where, rollout.scores)
     # Whatever a rule makes of an answer without a score.
     advantages = jnp.where(rollout.where > 0, advantages, 0)
     mask = rollout.mask & keep[:, None, None]  # [B, G, T]
-    where = rollout.where.astype(advantages.dtype)
-    weights, denominator = aggregate(mask, where)
-    divisor = jnp.where(denominator > 0, denominator, 1)
-    counts = jnp.where(mask, where[..., None], 0)
-    batch = _Batch(
-      rollout.prompts,
-      rollout.tokens,
-      mask & (where > 0)[..., None],
-      rollout.log_probs,
-      advantages,
-      weights / divisor,
-      counts,
-    )
-    grads, sums = gradient(state.params, batch)
+    mask &= (rollout.where > 0)[..., None]
     rewards = sigma.group_stats(rollout.rewards, rollout.where)
     scores = sigma.group_stats(rollout.scores, rollout.where)
-    grad_norm = optax.tree.norm(grads)
-    finite = jnp.all(jnp.isfinite(rewards.mean + scores.mean))
-    finite &= jnp.isfinite(jnp.sum(advantages)) & jnp.isfinite(grad_norm)
-    skipped = denominator == 0
-
-    def update(params, opt_state):
-      updates, opt_state = optimizer.update(grads, opt_state, params)
-      return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = jax.lax.cond(
-      finite & ~skipped,
-      update,
-      lambda *unchanged: unchanged,
-      state.params,
-      state.opt_state,
-    )
-    tokens = jnp.sum(counts)
+    sound = jnp.all(jnp.isfinite(rewards.mean + scores.mean))
+    sound &= jnp.isfinite(jnp.sum(advantages))
     occupied = scores.size > 0
+    regularized = keep & occupied & bool(kl_coef or entropy_coef)
+    if not regularize_silent:
+      regularized &= ~scores.silent
+
+    drawn = behaviour = jnp.where(mask, rollout.log_probs, 0)
+    if correction is None:
+      corrected = None
+      # Infinite, it could pass for a ratio that is merely clipped.
+      behaviour = jnp.where(jnp.isfinite(drawn), drawn, jnp.nan)
+    else:
+      behaviour = jnp.where(mask, log_probs_of(state.params, rollout), 0)
+      corrected = correction(behaviour - drawn, mask)
+    reference = None
+    if kl_coef:
+      reference = jnp.where(mask, log_probs_of(state.reference, rollout), 0)
+    batch = _Batch(
+      prompts=rollout.prompts,
+      tokens=rollout.tokens,
+      mask=mask,
+      where=rollout.where.astype(advantages.dtype),
+      advantages=advantages,
+      regularized=regularized,
+      drawn=drawn,
+      behaviour=behaviour,
+      reference=reference,
+      correction=corrected,
+    )
+
+    def update(carry, batch: _Batch):
+      weights, denominator = aggregate(batch.mask, batch.where)
+      weights /= jnp.where(denominator > 0, denominator, 1)
+      if batch.correction is not None:
+        weights *= batch.correction[0]
+      grads, (sums, off) = gradient(carry[0], batch, weights)
+      grad_norm = optax.tree.norm(grads)
+      finite = sound & jnp.isfinite(grad_norm)
+      empty = denominator == 0
+
+      def move(params, opt_state):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+      carry = jax.lax.cond(
+        finite & ~empty, move, lambda *unchanged: unchanged, *carry
+      )
+      return carry, (sums, off, denominator, grad_norm, finite, empty)
+
+    carry = state.params, state.opt_state
+    if epochs * mini_batches == 1:
+      carry, made = update(carry, batch)
+    else:
+      cut = _cut(batch, mini_batches)
+      carry, made = jax.lax.scan(
+        lambda carry, _: jax.lax.scan(update, carry, cut), carry, length=epochs
+      )
+    sums, off, denominators, grad_norms, finite, empty = made
+    denominator = jnp.sum(denominators)
+    shares = denominators / jnp.where(denominator > 0, denominator, 1)
+    tokens = jnp.sum(sums.tokens)
+    tokens = jnp.where(tokens > 0, tokens, 1)
     info = Info(
-      loss=sums.loss,
-      kl=sums.kl,
+      loss=jnp.sum(shares * sums.loss),
+      kl=jnp.sum(shares * sums.kl),
+      entropy=jnp.sum(sums.entropy) / tokens,
       denominator=denominator,
       kept=jnp.sum(keep & occupied),
       silent=jnp.sum(scores.silent & occupied),
-      clip_fraction=sums.clipped / jnp.where(tokens > 0, tokens, 1),
-      clamped=sums.clamped,
-      max_advantage=jnp.max(jnp.abs(advantages), initial=0),
-      grad_norm=grad_norm,
-      skipped=skipped & finite,
-      nonfinite=~finite,
+      regularized=jnp.sum(regularized),
+      clip_fraction=jnp.sum(sums.clipped) / tokens,
+      clamped=jnp.sum(sums.clamped),
+      corrected=jnp.sum(sums.corrected) / tokens,
+      first_ratio=jnp.ravel(off)[0],
+      max_advantage=jnp.max(
+        jnp.where(keep[:, None], jnp.abs(advantages), 0), initial=0
+      ),
+      grad_norm=jnp.max(grad_norms),
+      skipped=jnp.sum(empty & finite),
+      nonfinite=jnp.sum(~finite),
     )
-    return TrainState(state.step + 1, params, opt_state), info
+    params, opt_state = carry
+    return TrainState(state.step + 1, params, opt_state, state.reference), info
 
   return Learner(init, step)
+
+
+def _cut(tree: Any, parts: int) -> Any:
+  """[B, ...] → [parts, B/parts, ...]; part i has groups i, i + parts, ….
+
+  No part is then more on one shard than another.
+  """
+  return jax.tree.map(
+    lambda x: jnp.swapaxes(
+      x.reshape(len(x) // parts, parts, *x.shape[1:]), 0, 1
+    ),
+    tree,
+  )

@@ -46,8 +46,7 @@ def make_mesh(num_devices: int | None = None) -> Mesh:
 def replicate(tree, mesh: Mesh):
   """A copy of the tree with every array whole on every device.
 
-  A copy, so that a step may take it over and leave the caller's as it is: often
-  it is the reference of a KL as well.
+  A copy, so that a step may take it over and leave the caller's as it is.
   """
   whole = NamedSharding(mesh, PartitionSpec())
   return jax.device_put(jax.tree.map(jnp.copy, tree), whole)
@@ -77,10 +76,10 @@ def data_parallel(learner: learners.Learner, mesh: Mesh) -> learners.Learner:
   def step(state, rollout):
     return learner.step(state, shard_groups(rollout, mesh))
 
-  return learners.Learner(
-    init=lambda params: replicate(learner.init(params), mesh),
-    step=_jit(step, mesh),
-  )
+  def init(params, reference=None):
+    return replicate(learner.init(params, reference), mesh)
+
+  return learners.Learner(init, _jit(step, mesh))
 
 
 def fuse(

@@ -31,7 +31,17 @@ def log_prob(params, prompts, tokens):
   return jnp.take_along_axis(log_probs, tokens[..., None], -1)[..., 0]
 
 
-TABLE = policies.softmax(B, V)._replace(log_prob=log_prob)
+def log_prob_and_entropy(params, prompts, tokens):
+  logits = jax.nn.log_softmax(params[prompts])[:, None]  # [B, 1, T, V]
+  entropy = -jnp.sum(jnp.exp(logits) * logits, axis=-1)
+  return log_prob(params, prompts, tokens), jnp.broadcast_to(
+    entropy, tokens.shape
+  )
+
+
+TABLE = policies.softmax(B, V)._replace(
+  log_prob=log_prob, log_prob_and_entropy=log_prob_and_entropy
+)
 PARAMS = np.random.default_rng(0).normal(size=(B, T, V)).astype(np.float32)
 
 
@@ -74,8 +84,11 @@ def ascent(rollout, weights, params=PARAMS):
   return found
 
 
-def make(rule=DAPO, optimizer=KEEP_GRADIENT, policy=TABLE, **kwargs):
-  return learners.policy_gradient(policy, optimizer, rule, **kwargs)
+def make(
+  rule=DAPO, optimizer=KEEP_GRADIENT, policy=TABLE, *, reference=None, **kwargs
+):
+  learner = learners.policy_gradient(policy, optimizer, rule, **kwargs)
+  return learner._replace(init=lambda params: learner.init(params, reference))
 
 
 def step_each(made, *batches, params=PARAMS):

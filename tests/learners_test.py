@@ -1,10 +1,13 @@
 """Which updates a learner makes, and that it makes one update of a batch."""
 
+import itertools
+
 from by_hand import (
   AGGREGATES,
   DAPO,
   GRPO,
   PARAMS,
+  TABLE,
   B,
   G,
   T,
@@ -137,30 +140,52 @@ def test_an_empty_batch_is_skipped(empty):
     assert np.isfinite(jax.tree.leaves(info)).all()
 
 
+def test_a_dropped_group_sounds_no_alarm():
+  """Whatever advantages a rule leaves with it."""
+
+  def dropping(rewards, where=None, scores=None):
+    return rewards, jnp.arange(len(rewards)) > 0
+
+  rewards = np.arange(B, 0, -1)[:, None] * np.array([1, 0, 0, -1])
+  ((_, info),) = step_each([make(dropping)], batch(rewards))
+  assert (info.max_advantage, info.kept) == (B - 1, B - 1)
+
+
 # --- One denominator ---
 
 
 def test_micro_batches_change_nothing_but_memory():
   """Dividing by accumulation steps once more would give g/M."""
+  parts = [(1, 2, 8), (1, 4), (1, 4), (1, 2)]  # For each aggregate.
+  corrections = [None, None, losses.truncate(1.2), None]
   made = [
-    make(
-      surrogate=losses.clipped(0.1),
-      aggregate=aggregate,
-      kl_coef=0.3,
-      reference=jnp.asarray(PARAMS[::-1]),
-      micro_batches=micro_batches,
+    [
+      make(
+        surrogate=losses.clipped(0.1),
+        aggregate=aggregate,
+        kl_coef=0.3,
+        reference=jnp.asarray(PARAMS[::-1]),
+        entropy_coef=0.2,
+        correction=correction,
+        micro_batches=micro_batches,
+      )
+      for micro_batches in numbers
+    ]
+    for aggregate, correction, numbers in zip(
+      AGGREGATES, corrections, parts, strict=True
     )
-    for aggregate in AGGREGATES
-    for micro_batches in (1, 2, 4, 8)
   ]
-  results = step_each(made, batch(stale=0.3))
-  for start in range(0, 16, 4):
-    (whole, info), *parts = results[start : start + 4]
+  made = itertools.chain.from_iterable(made)
+  results = iter(step_each(list(made), batch(stale=0.3)))
+  for numbers, correction in zip(parts, corrections, strict=True):
+    whole, info = next(results)
     gradient = whole.opt_state.trace
     scale = np.abs(gradient).max()
-    assert 0.1 < info.clip_fraction < 0.9
+    bound = info.clip_fraction if correction is None else info.corrected
+    assert 0.1 < bound < 0.9
     assert info.kl > 0.01
-    for part, part_info in parts:
+    for _ in numbers[1:]:
+      part, part_info = next(results)
       close(part.opt_state.trace, gradient, rtol=0, atol=1e-6 * scale)
       close(part_info, info, rtol=1e-6, atol=1e-6)
 
@@ -230,10 +255,19 @@ def test_the_filter_takes_whole_groups_and_looks_at_the_scores():
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"kl_coef": 0.1}, "`reference` parameters must be given .* 0.1"),
-    ({"kl_coef": -0.1}, "`kl_coef` must be at least 0, got -0.1"),
-    ({"kl_coef": NAN}, "`kl_coef` must be at least 0, got nan"),
-    ({"kl_coef": INF}, "`kl_coef` must be at least 0, got inf"),
+    ({"kl_coef": -0.1}, "`kl_coef` must be at least 0 and finite, got -0.1"),
+    ({"kl_coef": NAN}, "`kl_coef` must be at least 0 .* got nan"),
+    ({"kl_coef": INF}, "`kl_coef` must be at least 0 .* got inf"),
+    ({"entropy_coef": -1}, "`entropy_coef` must be at least 0 .* got -1"),
+    (
+      {
+        "entropy_coef": 0.1,
+        "policy": TABLE._replace(log_prob_and_entropy=None),
+      },
+      "must be 0, got 0.1: the policy offers no `log_prob_and_entropy`",
+    ),
+    ({"epochs": 0}, "`epochs` must be an integer of at least 1, got 0"),
+    ({"mini_batches": 1.0}, "`mini_batches` must be an integer .* got 1.0"),
     (
       {"micro_batches": 0},
       "`micro_batches` must be an integer of at least 1, got 0",
@@ -245,9 +279,16 @@ def test_arguments_out_of_range_are_refused(kwargs, message):
     make(**kwargs)
 
 
-def test_micro_batches_that_do_not_divide_the_groups_are_refused():
-  with pytest.raises(ValueError, match=r"must divide the 8 groups .* got 3"):
-    step_each([make(micro_batches=3)], batch())
+@pytest.mark.parametrize(
+  ("mini_batches", "micro_batches"), [(1, 3), (3, 1), (4, 4)]
+)
+def test_parts_that_do_not_divide_the_groups_are_refused(
+  mini_batches, micro_batches
+):
+  message = f"must divide the 8 groups .* got {mini_batches}·{micro_batches}"
+  learner = make(mini_batches=mini_batches, micro_batches=micro_batches)
+  with pytest.raises(ValueError, match=message):
+    step_each([learner], batch())
 
 
 # --- Programs ---

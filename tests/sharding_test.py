@@ -17,6 +17,7 @@ import pytest
 from configs import bernoulli
 from experiments import train
 from groupstd import (
+  draws,
   learners,
   losses,
   policies,
@@ -52,7 +53,9 @@ def softmax_rollout(num_groups, dtype=np.float32):
   )
 
 
-def same_steps(batches, size, atol, said=lambda info: info, **kwargs):
+def same_steps(
+  batches, size, atol, said=lambda info: info, reference=None, **kwargs
+):
   """Gradients and what the steps say, on a mesh and without one."""
   start = np.random.default_rng(0).normal(size=(19, 3))
   start = jnp.asarray(start, batches[0].rewards.dtype)
@@ -67,7 +70,7 @@ def same_steps(batches, size, atol, said=lambda info: info, **kwargs):
 
   @functools.partial(jax.jit, static_argnums=0)
   def run(learner, batches):  # In one program: a program costs a second.
-    state = learner.init(start)
+    state = learner.init(start, reference)
     steps = [learner.step(state, batch) for batch in batches]
     return [(state.opt_state.trace, said(info)) for state, info in steps]
 
@@ -88,7 +91,9 @@ def test_to_rounding_of_float64_on_eight_devices():
   even, uneven = (softmax_rollout(n, np.float64) for n in (16, 19))
   under_kl = {"kl_coef": 0.1, "reference": jnp.zeros((19, 3))}
   same_steps([uneven], 8, 1e-14, **under_kl)
-  same_steps([even], 8, 1e-14, lambda info: info.loss, micro_batches=2)
+  parts = {"mini_batches": 2, "micro_batches": 2}
+  loss = lambda info: info.loss  # noqa: E731
+  same_steps([even], 8, 1e-14, loss, **parts, **under_kl)
 
 
 def scalar(num_prompts, **kwargs):
@@ -107,7 +112,7 @@ def scalar(num_prompts, **kwargs):
 def test_drawing_and_learning_as_one_program_anywhere():
   """The same draws bit for bit, and the plain step's parameters to 10⁻⁶."""
   policy, learner = scalar(19)
-  collect = rollouts.collect_bernoulli(
+  collect = draws.collect_bernoulli(
     policy,
     tasks.bernoulli(19),
     num_groups=19,
@@ -183,7 +188,7 @@ def test_statistics_need_no_communication_and_a_step_only_sums():
 def test_a_step_does_nothing_but_sum_over_the_mesh(num_groups, micro_batches):
   mesh = sharding.make_mesh(8)
   policy, learner = scalar(num_groups, micro_batches=micro_batches)
-  collect = rollouts.collect_bernoulli(
+  collect = draws.collect_bernoulli(
     policy,
     tasks.bernoulli(num_groups),
     num_groups=num_groups,
@@ -218,7 +223,7 @@ def test_the_parameters_given_to_init_stay_the_callers(size):
   """They are often the KL's reference as well."""
   policy, learner = scalar(8)
   params = policy.init(jax.random.key(0))
-  rollout, _ = rollouts.collect_bernoulli(
+  rollout, _ = draws.collect_bernoulli(
     policy, tasks.bernoulli(8), num_groups=8, group_size=4
   )(params, 0)
   spread = sharding.data_parallel(learner, sharding.make_mesh(size))
