@@ -9,8 +9,8 @@ Keys are folded, never stored: fold(seed, step, prompt id, draw). The same
 parameters draw the same answers on any number of devices and after a resume.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -21,10 +21,10 @@ from groupstd import policies, sigma, tasks
 
 __all__ = [
   "Collect",
-  "CollectSizes",
   "Counts",
+  "Draw",
   "Rollout",
-  "collect_bernoulli",
+  "check_sizes",
   "collector",
   "pad",
 ]
@@ -70,15 +70,26 @@ class Counts(NamedTuple):
   dropped: chex.Numeric
 
 
+class Draw(NamedTuple):
+  """Groups as they were drawn, on the host; some may not stay in the batch.
+
+  Attributes:
+    ids: [B], the prompts'.
+    number: 0 for a step's first draw of B groups, 1, 2, … for what is drawn
+      for the places of silent ones.
+    groups: their mask is of the tokens that were sampled, whatever trains.
+    ended: [B, G], which answers came to their end, and were not cut off.
+    parts: name → [B, G], what the rewards are made of; see `tasks.Verdict`.
+  """
+
+  ids: np.ndarray
+  number: int
+  groups: Rollout
+  ended: np.ndarray
+  parts: Mapping[str, chex.Array]
+
+
 Collect = Callable[[Any, chex.Numeric], tuple[Rollout, Counts]]
-
-
-class CollectSizes(Protocol):
-  """A `Collect` whose groups may each have a size of their own, [B]."""
-
-  def __call__(
-    self, params: Any, step: chex.Numeric, sizes: chex.Array | int = ..., /
-  ) -> tuple[Rollout, Counts]: ...
 
 
 def collector(
@@ -90,6 +101,8 @@ def collector(
   seed: int = 0,
   max_draws: int = 1,
   max_rounds: int = 1,
+  mask_truncated: bool = False,
+  observe: Callable[[Draw], None] | None = None,
 ) -> Collect:
   """(params, step) → a batch of groups, for any policy and task.
 
@@ -98,7 +111,11 @@ def collector(
   next prompts up to N rounds. What is silent after that stays as it is
   (redrawing) or becomes an empty group that weighs nothing (replacing): the
   step trains on what was kept. Further draws run in buckets of halving size,
-  so that no more than ⌈log₂B⌉ + 1 shapes are ever compiled.
+  so that no more than ⌈log₂B⌉ + 1 shapes are ever compiled; what only fills a
+  bucket is neither scored nor observed.
+
+  An answer with a score counts in its group's baseline, σ and silence whatever
+  its tokens: if it has none, or none that trains.
 
   Args:
     policy: what answers.
@@ -108,44 +125,77 @@ def collector(
     seed: of all draws.
     max_draws: draws of one prompt, at least 1.
     max_rounds: rounds of prompts, at least 1; not both above 1.
+    mask_truncated: whether an answer that was cut off trains no token, the
+      overlong filtering of arXiv:2503.14476.
+    observe: called with every draw, in order, what is dropped included.
 
   Raises:
     ValueError: if a number is out of its range; from the collector, if the
       task asks what it must not, or its reward function returns it.
   """
-  _check_sizes(num_groups, group_size, max_draws, max_rounds)
+  check_sizes(num_groups, group_size, max_draws, max_rounds)
   statistics = jax.jit(sigma.group_stats)
   put = jax.jit(_put)
 
   @jax.jit
   def sample(params, step, ids, number, prompts):
     keys = _keys(seed, step, ids, number)
-    return policy.sample(params, keys, prompts, group_size)
+    answers = policy.sample(params, keys, prompts, group_size)
+    ended = answers.ended
+    if ended is None:
+      ended = jnp.ones(answers.mask.shape[:2], bool)
+    mask = answers.mask
+    if mask_truncated:
+      mask &= ended[..., None]
+    return answers._replace(ended=ended), mask
 
   def draw(params, step, ids, prompts, rows, number, size):
-    """Draws groups for some rows of the prompts, padded up to `size`."""
-    chosen = rows[np.minimum(np.arange(size), len(rows) - 1)]
-    ids = ids[chosen]
-    prompts = jax.tree.map(lambda x: jnp.asarray(x[chosen]), prompts)
-    answers = sample(params, step, ids, number, prompts)
-    scores, where = task.reward(prompts, answers.tokens, answers.mask)
-    scores, where = tasks.check_scores(scores, where, ids, group_size)
-    scores, where = jnp.asarray(scores), jnp.asarray(where)
-    silent = np.array(statistics(scores, where).silent)[: len(rows)]
+    """Draws groups for some rows of the prompts, filled up to `size`."""
+    fill = np.minimum(np.arange(size), len(rows) - 1)
+    padded = jax.tree.map(lambda x: jnp.asarray(x[rows[fill]]), prompts)
+    # One prompt drawn a second time has another key; another prompt's first
+    # draw is a first draw.
+    answers, mask = sample(
+      params, step, ids[rows[fill]], number if max_draws > 1 else 0, padded
+    )
+    ids, prompts = ids[rows], jax.tree.map(lambda x: x[rows], prompts)
+    drawn = jax.tree.map(lambda x: np.asarray(x)[: len(rows)], answers)
+    verdict = tasks.check_scores(
+      task.reward(prompts, drawn.tokens, drawn.mask), ids, group_size
+    )
     groups = Rollout(
       prompts=prompts,
-      **answers._asdict(),
-      rewards=scores,
-      scores=scores,
-      where=where,
+      tokens=drawn.tokens,
+      mask=drawn.mask,
+      log_probs=drawn.log_probs,
+      rewards=verdict.rewards,
+      scores=verdict.scores,
+      where=verdict.where,
     )
-    return groups, silent
+    if observe:
+      observe(Draw(ids, number, groups, drawn.ended, verdict.parts))
+    groups = groups._replace(
+      prompts=padded,
+      tokens=answers.tokens,
+      mask=mask,
+      log_probs=answers.log_probs,
+      rewards=jnp.asarray(verdict.rewards[fill]),
+      scores=jnp.asarray(verdict.scores[fill]),
+      where=jnp.asarray(verdict.where[fill]),
+    )
+    silent = statistics(groups.scores, groups.where).silent
+    return groups, np.array(silent)[: len(rows)]
 
   def collect(params, step):
     ids, prompts = task.prompts(step, num_groups * max_rounds)
     ids = _check_ids(ids, num_groups * max_rounds)
+    prompts = jax.device_get(prompts)
     rows = np.arange(num_groups)
     batch, silent = draw(params, step, ids, prompts, rows, 0, num_groups)
+    if max(max_draws, max_rounds) > 1:
+      # Where a step draws once it then lies on the devices as where it draws
+      # again, or a learner would be compiled for either.
+      batch = put(batch, rows, batch)
     groups = first_draws = num_groups
     first_silent = int(silent.sum())
     for extra in range(1, max(max_draws, max_rounds)):
@@ -155,21 +205,14 @@ def collector(
       rows = missing
       if max_rounds > 1:
         rows = np.arange(first_draws, first_draws + len(missing))
-      more, still = draw(
-        params,
-        step,
-        ids,
-        prompts,
-        rows,
-        extra if max_draws > 1 else 0,
-        _bucket(len(missing), num_groups),
-      )
+      size = _bucket(len(missing), num_groups)
+      more, still = draw(params, step, ids, prompts, rows, extra, size)
       groups += len(missing)
       if max_rounds > 1:
         first_draws += len(missing)
         first_silent += int(still.sum())
       # Slots that only fill the bucket go nowhere, past the last row.
-      slots = np.full(len(more.where), num_groups)
+      slots = np.full(size, num_groups)
       slots[: len(missing)] = missing
       batch = put(batch, slots, more)
       silent[missing] = still
@@ -183,94 +226,6 @@ def collector(
       left_silent=int(silent.sum()),
       drawn=groups * group_size,
       dropped=(groups - used) * group_size,
-    )
-
-  return collect
-
-
-def collect_bernoulli(
-  policy: policies.Policy,
-  task: tasks.Task,
-  *,
-  num_groups: int,
-  group_size: int,
-  seed: int = 0,
-  max_draws: int = 1,
-  multiset: bool = True,
-) -> CollectSizes:
-  """The same as `collector` for the scalar policy, drawn exactly under jit.
-
-  The number of draws until a group speaks is geometric, and what it then says
-  is a truncated binomial: two uniforms per prompt and step decide both, by
-  inversion, whatever G and N. With `multiset` a group is its two distinct
-  answers and how often each occurred, k and G − k; otherwise its G answers,
-  the right ones first (their order carries nothing).
-
-  What it returns takes a third argument, `sizes` [B], which gives each prompt
-  a group of its own size, from 0 to G; one of fewer than 2 is silent.
-
-  Args:
-    policy: `policies.bernoulli(...)`; its params are logits [N].
-    task: `tasks.bernoulli(...)`.
-    num_groups: B, at least 1.
-    group_size: G, from 2 to 100 (the binomial is built from powers).
-    seed: of all draws.
-    max_draws: draws of one prompt, at least 1.
-    multiset: whether a group is a multiset.
-
-  Raises:
-    ValueError: if a number is out of its range.
-  """
-  _check_sizes(num_groups, group_size, max_draws, max_rounds=1)
-  if group_size > 100:
-    raise ValueError(
-      f"`group_size` must be at most 100 for exact draws, got {group_size}: a"
-      " power of float32 would underflow. `collector` takes any size."
-    )
-
-  def collect(params, step, sizes: chex.Array | int = group_size, /):
-    ids, prompts = task.prompts(step, num_groups)
-    theta = params[prompts]
-    if not isinstance(sizes, int):
-      sizes = jnp.asarray(sizes, theta.dtype)
-    # Under a condition that XLA cannot decide it is computed once; otherwise
-    # XLA:CPU draws anew in each fusion that reads k.
-    k, failures = jax.lax.cond(
-      step >= 0,
-      lambda: _draw_groups(
-        theta, _uniforms(seed, step, ids), sizes, group_size, max_draws
-      ),
-      lambda: (jnp.zeros_like(theta), jnp.zeros(theta.shape, int)),
-    )
-    if multiset:
-      right = jnp.broadcast_to(jnp.array([True, False]), (num_groups, 2))
-      where = jnp.stack([k, sizes - k], axis=1)
-    else:
-      answer = jnp.arange(group_size)
-      right = answer < k[:, None]
-      where = jnp.ones(right.shape, theta.dtype)
-      if not isinstance(sizes, int):
-        where = where * (answer < sizes[:, None])
-    tokens = right[..., None].astype(jnp.int32)
-    scores = right.astype(theta.dtype)
-    rollout = Rollout(
-      prompts=prompts,
-      tokens=tokens,
-      mask=jnp.ones(tokens.shape, bool),
-      log_probs=policy.log_prob(params, prompts, tokens),
-      rewards=scores,
-      scores=scores,
-      where=where,
-    )
-    redraws = jnp.minimum(failures, max_draws - 1) * sizes
-    redrawn = jnp.sum(redraws).astype(jnp.int32)
-    used = jnp.sum(jnp.broadcast_to(sizes, failures.shape)).astype(jnp.int32)
-    return rollout, Counts(
-      first_draws=num_groups,
-      first_silent=jnp.sum(failures >= 1),
-      left_silent=jnp.sum(failures >= max_draws),
-      drawn=used + redrawn,
-      dropped=redrawn,
     )
 
   return collect
@@ -290,52 +245,6 @@ def pad(rollout: Rollout, multiple: int) -> Rollout:
   inert = rows[:, None] >= num_groups
   nothing = jnp.zeros_like(padded.where)
   return padded._replace(where=jnp.where(inert, nothing, padded.where))
-
-
-def _draw_groups(
-  theta: jax.Array,
-  uniforms: jax.Array,
-  sizes: jax.Array | int,
-  largest: int,
-  max_draws: int,
-) -> tuple[jax.Array, jax.Array]:
-  """(k of the group that is used, silent draws before it or max_draws; [B]).
-
-  Built around the rarer answer, whose odds are at most 1, so that neither end
-  of p loses digits.
-  """
-  odds = jnp.exp(-jnp.abs(theta))
-  none_rare = term = (1 / (1 + odds)) ** sizes
-  all_rare = (odds / (1 + odds)) ** sizes
-  pmf = []  # Of 1, …, G − 1 rarer answers; 0 beyond a smaller group's.
-  for j in range(1, largest):
-    term = term * odds * ((sizes - j + 1) / j)
-    pmf.append(jnp.where(j < sizes, term, 0))
-  silent = none_rare + all_rare
-  failures, all_silent = jnp.zeros(theta.shape, int), silent
-  for _ in range(max_draws):
-    failures = failures + (uniforms[:, 0] < all_silent)
-    all_silent = all_silent * silent
-  target = uniforms[:, 1] * sum(pmf, start=jnp.zeros_like(odds))
-  rare, total = jnp.ones_like(odds), jnp.zeros_like(odds)
-  for term in pmf[:-1]:
-    total = total + term
-    rare = rare + (target > total)
-  all_or_none = jnp.where(uniforms[:, 1] * silent > none_rare, sizes, 0)
-  rare = jnp.where(failures < max_draws, rare, all_or_none)
-  return jnp.where(theta > 0, sizes - rare, rare), failures
-
-
-def _uniforms(seed: int, step: chex.Numeric, ids: jax.Array) -> jax.Array:
-  """Two uniforms inside (0, 1) for each id, [B, 2].
-
-  Threefry hashes (key, id) into 64 random bits when it folds: they are taken as
-  they are, where drawing from the folded key would hash twice more.
-  """
-  key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
-  folded = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
-  bits = jax.random.key_data(folded) >> 9
-  return (bits.astype(jnp.float32) + 0.5) * 2.0**-23
 
 
 def _keys(
@@ -377,7 +286,7 @@ def _check_ids(ids: chex.Array, expected: int) -> np.ndarray:
   return ids
 
 
-def _check_sizes(
+def check_sizes(
   num_groups: int, group_size: int, max_draws: int, max_rounds: int
 ):
   if not _is_int(group_size) or group_size < 2:

@@ -13,7 +13,16 @@ import optax
 import pytest
 from scipy import stats
 
-from groupstd import learners, losses, policies, rollouts, sigma, tasks, theory
+from groupstd import (
+  draws,
+  learners,
+  losses,
+  policies,
+  rollouts,
+  sigma,
+  tasks,
+  theory,
+)
 
 # Of one comparison; there are fewer than 500 in this file.
 FALSE_ALARM = 1e-6
@@ -21,13 +30,13 @@ FALSE_ALARM = 1e-6
 LOGITS = [-30.0, math.log(1 / 999), math.log(1 / 49), math.log(3 / 7), 0.0]
 LOGITS += [-logit for logit in LOGITS[:-1]]
 BOTH = pytest.mark.parametrize(
-  "make", [rollouts.collector, rollouts.collect_bernoulli]
+  "make", [rollouts.collector, draws.collect_bernoulli]
 )
 close = np.testing.assert_allclose
 equal = np.testing.assert_array_equal
 
 
-def scalar(num_prompts, make=rollouts.collect_bernoulli, **kwargs):
+def scalar(num_prompts, make=draws.collect_bernoulli, **kwargs):
   """A collector of the scalar policy that asks every prompt."""
   return make(
     policies.bernoulli(np.full(num_prompts, 0.5)),
@@ -123,7 +132,7 @@ def test_any_policy_is_drawn_by_the_same_law():
 def test_steps_and_prompts_draw_independently(make):
   """Correlations of k over 90,000 pairs, within five standard errors of 0."""
   collect = scalar(300, make, group_size=2)
-  if make is rollouts.collect_bernoulli:
+  if make is draws.collect_bernoulli:
     collect = jax.jit(collect)
   ks = np.array(
     [count_right(collect(jnp.zeros(300), step)[0]) for step in range(300)]

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 import pytest
 
-from groupstd import losses, policies, rollouts, sigma, tasks, theory
+from groupstd import draws, losses, policies, rollouts, sigma, tasks, theory
 
 close = np.testing.assert_allclose
 equal = np.testing.assert_array_equal
@@ -286,7 +286,7 @@ def test_the_mean_update_is_what_theory_expects():
     (sigma.dr_grpo(), 1),
     (sigma.dapo(), 4),
   ):
-    collect = rollouts.collect_bernoulli(
+    collect = draws.collect_bernoulli(
       policy,
       tasks.bernoulli(5 * copies),
       num_groups=5 * copies,

@@ -6,13 +6,13 @@ import optax
 import pytest
 
 from configs import bernoulli
-from experiments import train, workdir
+from experiments import scalar, train, workdir
 from groupstd import (
+  draws,
   learners,
   losses,
   objectives,
   policies,
-  rollouts,
   sigma,
   tasks,
   theory,
@@ -22,11 +22,11 @@ PS = np.array([0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98])
 COPIES = 20_000
 
 
-def realised(op, group_size=8, draws=8):
+def realised(op, group_size=8, num_batches=8):
   """(c_G(p), its standard error) as the learner's own updates show it."""
   p = np.repeat(PS, COPIES)
   policy, task = policies.bernoulli(p), tasks.bernoulli(len(p))
-  collect = rollouts.collect_bernoulli(
+  collect = draws.collect_bernoulli(
     policy, task, num_groups=len(p), group_size=group_size
   )
   learner = learners.policy_gradient(
@@ -39,7 +39,10 @@ def realised(op, group_size=8, draws=8):
     after, _ = learner.step(start, collect(start.params, step)[0])
     return after.params - start.params
 
-  moved = sum(np.asarray(update(i), np.float64) for i in range(draws)) / draws
+  moved = (
+    sum(np.asarray(update(i), np.float64) for i in range(num_batches))
+    / num_batches
+  )
   moved = moved.reshape(len(PS), COPIES)
   slope = PS * (1 - PS)  # ∂p/∂θ
   error = moved.std(axis=1) / np.sqrt(COPIES)
@@ -49,7 +52,7 @@ def realised(op, group_size=8, draws=8):
 @pytest.mark.parametrize("method", ["grpo", "inverse", "pass_at_4"])
 def test_the_realised_objective_is_the_predicted_one(method):
   """Within 5 standard errors at 7 points: a false alarm in 2·10⁵ runs."""
-  op = train.build_op(bernoulli.get_config(method))
+  op = scalar.build_op(bernoulli.get_config(method))
   measured, error = realised(op)
   predicted = theory.objective_weight(sigma.rule(op), PS, 8)
   assert np.all(np.abs(measured - predicted) < 5 * error)
@@ -65,7 +68,7 @@ def test_the_inverse_undoes_attenuation():
   errors = {
     method: np.abs(
       theory.objective_weight(
-        sigma.rule(train.build_op(bernoulli.get_config(method))), p, 8
+        sigma.rule(scalar.build_op(bernoulli.get_config(method))), p, 8
       )
       / wanted
       - 1

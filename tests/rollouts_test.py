@@ -1,6 +1,7 @@
 """How a batch is filled, kept in shape, padded and refused.
 
-What is drawn, and by which law, is in draws_test.
+What is drawn, and by which law, is in draws_test; what passes through, in
+collector_test.
 """
 
 import math
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 from groupstd import (
+  draws,
   learners,
   losses,
   policies,
@@ -22,7 +24,7 @@ from groupstd import (
 )
 
 BOTH = pytest.mark.parametrize(
-  "make", [rollouts.collector, rollouts.collect_bernoulli]
+  "make", [rollouts.collector, draws.collect_bernoulli]
 )
 close = np.testing.assert_allclose
 equal = np.testing.assert_array_equal
@@ -296,6 +298,24 @@ def test_prompts_are_as_many_as_asked_for_and_differ(ids):
   task = asking(*ids, reward=tasks.bernoulli(1).reward)
   collect = rollouts.collector(scripted(), task, num_groups=3, group_size=4)
   with pytest.raises(ValueError, match="must give the 3 prompts"):
+    collect(jnp.zeros(6), 0)
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    ("rewards", np.ones((2, 1)), r"rewards must have shape \(2, 4\)"),
+    ("rewards", np.full((2, 4), np.inf), "a reward must be finite, got inf"),
+    ("parts", {"style": np.ones(4)}, r"part 'style' must have shape \(2, 4\)"),
+  ],
+)
+def test_rewards_and_their_parts_are_checked_as_scores_are(
+  field, value, message
+):
+  verdict = tasks.Verdict(np.ones((2, 4)), np.ones((2, 4), bool))
+  task = asking(3, 5, reward=lambda *_: verdict._replace(**{field: value}))
+  collect = rollouts.collector(scripted(), task, num_groups=2, group_size=4)
+  with pytest.raises(ValueError, match=message):
     collect(jnp.zeros(6), 0)
 
 

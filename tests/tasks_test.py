@@ -14,8 +14,17 @@ ALL = np.ones((2, 2), bool)
 equal = np.testing.assert_array_equal
 
 
-def check(scores, where=ALL, ids=IDS, group_size=2):
-  return tasks.check_scores(scores, where, ids, group_size)
+def check(*verdict, **rest):
+  """The checked verdict of two groups of two, by scores, where, rewards."""
+  verdict = tasks.Verdict(*verdict, **{"where": ALL, **rest})
+  return tasks.check_scores(verdict, IDS, 2)
+
+
+def given(name, values):
+  """A verdict that is right but for one field."""
+  if name == "part 'a'":
+    return check(np.ones((2, 2)), parts={"a": values})
+  return check(**{"scores": np.ones((2, 2)), name: values})
 
 
 # --- What a reward function returns ---
@@ -23,17 +32,39 @@ def check(scores, where=ALL, ids=IDS, group_size=2):
 
 @pytest.mark.parametrize("dtype", ["bool", "int32", "float16", "bfloat16"])
 def test_numbers_of_any_kind_become_float32(dtype):
-  scores, where = check(jnp.array([[1, 0], [0, 1]], dtype))
-  assert scores.dtype == np.float32
+  numbers = jnp.array([[1, 0], [0, 1]], dtype)
+  scores, where, rewards, parts = check(
+    numbers, rewards=numbers, parts={"a": numbers}
+  )
   assert where.dtype == bool
-  equal(scores, [[1, 0], [0, 1]])
-  scores, _ = check([[0.5, 1], [0, 1]], [[True, False], [True, True]])
-  equal(scores, [[0.5, 0], [0, 1]])
-  assert check(np.ones((2, 2)))[0].dtype == np.float64
+  for found in scores, rewards, parts["a"]:
+    assert found.dtype == np.float32
+    equal(found, [[1, 0], [0, 1]])
+  # Precision that was there is kept.
+  assert check(np.ones((2, 2))).scores.dtype == np.float64
 
 
+def test_scores_and_where_are_a_verdict_whose_rewards_are_the_scores():
+  scores = np.array([[0.5, 1], [0, 1]])
+  where = np.array([[True, False], [True, True]])
+  for verdict in (scores, where), tasks.Verdict(scores, where):
+    found = tasks.check_scores(verdict, IDS, 2)
+    equal(found.scores, [[0.5, 0], [0, 1]])
+    equal(found.rewards, found.scores)
+    equal(found.where, where)
+    assert not found.parts
+
+
+@pytest.mark.parametrize("bare", [np.ones((2, 2)), [ALL, ALL], 1.0, (ALL,)])
+def test_what_is_no_verdict_is_refused(bare):
+  """Two rows of scores are not scores and where."""
+  with pytest.raises(ValueError, match=r"must return a Verdict, or \(scores"):
+    tasks.check_scores(bare, IDS, 2)
+
+
+@pytest.mark.parametrize("name", ["scores", "rewards", "part 'a'"])
 @pytest.mark.parametrize(
-  "scores",
+  "values",
   [
     [1.0],  # one number for the batch, which would broadcast
     1.0,
@@ -45,21 +76,27 @@ def test_numbers_of_any_kind_become_float32(dtype):
     [[1.0, 0.0]],
     [[[1.0], [0.0]], [[1.0], [0.0]]],
     [[1.0, 0.0], [1.0]],
-    None,
   ],
 )
-def test_a_shape_that_is_not_the_answers_is_refused(scores):
-  with pytest.raises(ValueError, match=r"scores must (have|be) .*\(2, 2\)"):
-    check(scores)
+def test_a_shape_that_is_not_the_answers_is_refused(name, values):
+  message = rf"{name} must (have|be) .*\(2, 2\)"
+  with pytest.raises(ValueError, match=message):
+    given(name, values)
 
 
+@pytest.mark.parametrize("name", ["scores", "rewards", "part 'a'"])
 @pytest.mark.parametrize(
-  "scores",
+  "values",
   [[["1", "0"], ["0", "1"]], [[1.0, None], [0.0, 1.0]], [[1.0, 1j], [0, 1]]],
 )
-def test_what_is_no_real_number_is_refused(scores):
-  with pytest.raises(ValueError, match="scores must be real numbers, got"):
-    check(scores)
+def test_what_is_no_real_number_is_refused(name, values):
+  with pytest.raises(ValueError, match=f"{name} must be real numbers, got"):
+    given(name, values)
+
+
+def test_no_scores_at_all_are_refused():
+  with pytest.raises(ValueError, match=r"scores must have shape .*got \(\)"):
+    check(None)
 
 
 @pytest.mark.parametrize(
@@ -75,23 +112,33 @@ def test_what_is_no_real_number_is_refused(scores):
 )
 def test_where_says_yes_or_no_for_each_answer(where, message):
   with pytest.raises(ValueError, match=message):
-    check(np.ones((2, 2)), where)
+    check(np.ones((2, 2)), where=where)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_score_that_counts_is_finite_or_named(bad):
+def test_what_counts_is_finite_or_named(bad):
   message = f"got {bad} for answer 1 of prompt 4 .1 such"
-  with pytest.raises(ValueError, match=message):
-    check([[1.0, 0.0], [1.0, bad]])
+  broken = [[1.0, 0.0], [1.0, bad]]
+  with pytest.raises(ValueError, match=f"a score must be finite, {message}"):
+    check(broken)
+  with pytest.raises(ValueError, match=f"a reward must be finite, {message}"):
+    check(np.ones((2, 2)), rewards=broken)
   with pytest.raises(ValueError, match=r"of prompt 17 \(4 such"):
     check(jnp.full((2, 2), bad, jnp.bfloat16))
 
 
 def test_an_abstention_may_hold_anything_and_counts_as_nothing():
   where = [[True, False], [False, False]]
-  scores, kept = check([[1.0, NAN], [INF, -INF]], where)
-  equal(scores, [[1, 0], [0, 0]])
-  equal(kept, where)
+  wild = [[1.0, NAN], [INF, -INF]]
+  found = check(wild, where=where, rewards=wild)
+  for numbers in found.scores, found.rewards:
+    equal(numbers, [[1, 0], [0, 0]])
+  equal(found.where, where)
+
+
+def test_a_part_may_abstain_where_the_score_does_not():
+  parts = {"a": [[1.0, NAN], [NAN, NAN]]}
+  equal(check(np.ones((2, 2)), parts=parts).parts["a"], parts["a"])
 
 
 # --- The scalar policy's task ---
@@ -137,7 +184,7 @@ def test_a_task_has_a_prompt():
 
 def test_the_answer_1_is_right():
   tokens = jnp.array([[[1], [0], [1]]])
-  scores, where = tasks.bernoulli(5).reward(None, tokens, None)
-  equal(scores, [[1, 0, 1]])
-  assert where.all()
-  equal(tasks.check_scores(scores, where, [0], 3)[0], [[1, 0, 1]])
+  verdict = tasks.bernoulli(5).reward(None, tokens, None)
+  for found in verdict, tasks.check_scores(verdict, [0], 3):
+    equal(found.scores, [[1, 0, 1]])
+    assert found.where.all()
