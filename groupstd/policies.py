@@ -19,7 +19,10 @@ __all__ = [
   "Prompts",
   "Sample",
   "bernoulli",
+  "check_prompts",
+  "entropy_of",
   "from_nnx",
+  "pick",
   "softmax",
   "split",
 ]
@@ -161,10 +164,10 @@ def softmax(num_prompts: int, num_answers: int) -> Policy:
 
   def log_prob(params, prompts, tokens):
     log_probs = jax.nn.log_softmax(params[prompts])  # [B, V]
-    return _pick(log_probs[:, None, None], tokens)
+    return pick(log_probs[:, None, None], tokens)
 
   def log_prob_and_entropy(params, prompts, tokens):
-    entropy = _entropy(jax.nn.log_softmax(params[prompts]))  # [B]
+    entropy = entropy_of(jax.nn.log_softmax(params[prompts]))  # [B]
     return log_prob(params, prompts, tokens), jnp.broadcast_to(
       entropy[:, None, None], tokens.shape
     )
@@ -260,7 +263,7 @@ def from_nnx(
   def predict(params, prompts, tokens, slots):
     """log π(· | prompt, tokens before the slot), [B, G, S, V]."""
     batch, group_size, _ = tokens.shape
-    given, real = _check_prompts(prompts)
+    given, real = check_prompts(prompts)
     last = jnp.sum(real, axis=1, keepdims=True) - 1  # [B, 1]
     real = jnp.pad(real, ((0, 0), (0, tokens.shape[2])), constant_values=True)
     order = jnp.argsort(~real, axis=1, stable=True)  # [B, P + T]
@@ -289,7 +292,7 @@ def from_nnx(
       return t + 1, Sample(
         drawn.tokens.at[..., t].set(jnp.where(going, token, 0)),
         drawn.mask.at[..., t].set(going),
-        drawn.log_probs.at[..., t].set(jnp.where(going, _pick(rows, token), 0)),
+        drawn.log_probs.at[..., t].set(jnp.where(going, pick(rows, token), 0)),
         drawn.ended | jnp.isin(token, jnp.array(stop, jnp.int32)),
       )
 
@@ -310,7 +313,7 @@ def from_nnx(
   def log_prob_and_entropy(params, prompts, tokens):
     slots = jnp.arange(tokens.shape[2])
     log_probs = predict(params, prompts, tokens, slots)
-    return _pick(log_probs, tokens), _entropy(log_probs)
+    return pick(log_probs, tokens), entropy_of(log_probs)
 
   def log_prob(params, prompts, tokens):
     return log_prob_and_entropy(params, prompts, tokens)[0]
@@ -318,13 +321,13 @@ def from_nnx(
   return Policy(init, sample, log_prob, log_prob_and_entropy)
 
 
-def _pick(log_probs: jax.Array, tokens: jax.Array) -> jax.Array:
+def pick(log_probs: jax.Array, tokens: jax.Array) -> jax.Array:
   """log_probs [..., V] at tokens [...]."""
   log_probs = jnp.broadcast_to(log_probs, (*tokens.shape, log_probs.shape[-1]))
   return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
 
 
-def _entropy(log_probs: jax.Array) -> jax.Array:
+def entropy_of(log_probs: jax.Array) -> jax.Array:
   """−Σ π·log π over the last axis, where 0·log 0 is 0."""
   possible = ~jnp.isneginf(log_probs)
   log_probs = jnp.where(possible, log_probs, 0)
@@ -332,7 +335,7 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
   return -jnp.sum(terms, axis=-1)
 
 
-def _check_prompts(prompts: Any) -> tuple[jax.Array, jax.Array]:
+def check_prompts(prompts: Any) -> tuple[jax.Array, jax.Array]:
   """Tokens, 0 where not real, and which are, at least one a row; [B, P]."""
   if isinstance(prompts, Prompts):
     tokens, mask = prompts.tokens, prompts.mask
