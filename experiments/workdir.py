@@ -3,40 +3,37 @@
   config.json     what the run was asked to do
   state.json      the shapes and dtypes of its state
   metrics.jsonl   a line {"step": …} for each call of `log`
-  checkpoints/    the newest states, a folder a step, by Orbax
+  rollouts.jsonl  the lines given to `log_rollouts`
+  checkpoints/    the newest states, a folder a step
 
 To resume is the default: a run that is killed at any moment and started again
-by the same command ends with the same state and metrics, bit for bit, as one
-that was not. For this a checkpoint holds the length of metrics.jsonl next to
-the state; restoring it cuts the file there, and what followed is logged again.
-A checkpoint counts from the moment the checksums of its files are written.
+by the same command ends with the same state and the same lines, bit for bit, as
+one that was not. For this a checkpoint holds the lengths of the .jsonl files
+next to the state; restoring it cuts them there, and what followed is logged
+again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import concurrent.futures
 import contextlib
 import fcntl
-import hashlib
 import json
-import math
 import os
 import pathlib
 import socket
-from typing import Any, BinaryIO
+from typing import Any
 
 from absl import logging
-import jax
 import ml_collections
-import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from experiments import cli
+from experiments import checkpoints, cli, streams
 
 _CONFIG = "config.json"
 _STATE = "state.json"
 _METRICS = "metrics.jsonl"
+_ROLLOUTS = "rollouts.jsonl"
 _CHECKPOINTS = "checkpoints"
-_CHECKSUMS = "sha256.json"
 
 
 class Workdir(contextlib.AbstractContextManager):
@@ -78,7 +75,7 @@ class Workdir(contextlib.AbstractContextManager):
         " out unfinished or damaged."
       )
     self.path = pathlib.Path(path).absolute()
-    self._metrics: BinaryIO | None = None
+    self._streams: streams.Streams | None = None
     self._saving: concurrent.futures.Future[None] | None = None
     with contextlib.ExitStack() as stack:
       stack.enter_context(_locked(self.path))
@@ -110,15 +107,16 @@ class Workdir(contextlib.AbstractContextManager):
       cli.UsageError: if the checkpoints are of states with other shapes or
         dtypes (every leaf that differs is named), or all of them are damaged.
     """
-    for step in self._steps:
-      if not self._checksums(step).exists():
-        self._remove(step, "the process died before it was whole")
-    if self._steps:
-      _check_same(self.path / _STATE, _shapes(state))
+    whole = checkpoints.steps(self.path / _CHECKPOINTS)
+    for step in set(self._steps).difference(whole):
+      self._remove(step, "the process died before it was whole")
+    here = checkpoints.shapes(state)
+    if whole:
+      _check_same(self.path / _STATE, here)
     else:
-      _write(self.path / _STATE, _shapes(state))
+      checkpoints.write(self.path / _STATE, json.dumps(here, indent=2))
     found, causes = None, {}
-    for step in self._steps[::-1]:
+    for step in whole[::-1]:
       try:
         found = self._load(step, state)
         break
@@ -126,18 +124,15 @@ class Workdir(contextlib.AbstractContextManager):
         causes[step] = _first_line(error.__cause__ or error)
     if found is None and causes:
       raise cli.UsageError(
-        f"every checkpoint in {self.path} is damaged:"
-        f" {'; '.join(f'{step}: {why}' for step, why in causes.items())}."
+        f"every checkpoint in {self.path} is damaged: {_listed(causes)}."
         " Another folder starts afresh."
       )
     for step, why in causes.items():
       self._remove(step, why)
-    state, length = found or (state, 0)
-    self._metrics = self._resources.enter_context(
-      (self.path / _METRICS).open("ab")
+    state, lengths = found or (state, {_METRICS: 0, _ROLLOUTS: 0})
+    self._streams = self._resources.enter_context(
+      streams.Streams(self.path, lengths)
     )
-    self._metrics.truncate(length)
-    self._metrics.seek(length)
     return state
 
   def log(self, step: int, metrics: dict[str, Any]) -> None:
@@ -145,26 +140,25 @@ class Workdir(contextlib.AbstractContextManager):
 
     Args:
       step: the number of steps done.
-      metrics: numbers, strings, and arrays, lists and dicts of them. Floats
-        come back exactly; NaN and ±∞, which JSON lacks, come back as None.
+      metrics: what a line can hold, as `streams.Streams.append` says.
     """
-    line = json.dumps(_plain({"step": step, **metrics}), allow_nan=False)
-    file = self._restored
-    file.write(line.encode() + b"\n")
-    file.flush()
+    self._restored.append(_METRICS, [{"step": step, **metrics}])
+
+  def log_rollouts(self, lines: Iterable[dict[str, Any]]) -> None:
+    """Appends lines to rollouts.jsonl."""
+    self._restored.append(_ROLLOUTS, lines)
 
   def save(self, step: int, state: Any) -> None:
     """Starts to save the state; its buffers may be donated at once.
 
-    A step that is there already is left alone. The metrics logged so far are
-    on disk before the checkpoint is.
+    A step that is there already is left alone. What was logged so far is on
+    disk before the checkpoint is; `close` waits until that is whole.
     """
-    file = self._restored
+    logs = self._restored
     if step in self._steps:
       return
     self._wait()
-    os.fsync(file.fileno())
-    saved = {"state": state, "metrics_bytes": file.tell()}
+    saved = {"state": state, "lengths": logs.sync()}
     response = self._checkpointer.save_async(step, saved, force=True)
     self._saving = self._thread.submit(self._seal, step, response)
 
@@ -185,41 +179,24 @@ class Workdir(contextlib.AbstractContextManager):
     return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
   @property
-  def _restored(self) -> BinaryIO:
-    """The file of metrics, open after its last line that stands."""
-    if self._metrics is None:
+  def _restored(self) -> streams.Streams:
+    """The files of lines, each open after its last line that stands."""
+    if self._streams is None:
       raise RuntimeError(
         "`restore` must come before `log` and `save`: it decides which lines"
-        f" of {_METRICS} stand."
+        f" of {_METRICS} and {_ROLLOUTS} stand."
       )
-    return self._metrics
+    return self._streams
 
-  def _checksums(self, step: int) -> pathlib.Path:
-    """The file that makes a checkpoint whole."""
-    return self.path / _CHECKPOINTS / str(step) / _CHECKSUMS
+  def _checkpoint(self, step: int) -> pathlib.Path:
+    return self.path / _CHECKPOINTS / str(step)
 
-  def _load(self, step: int, state: Any) -> tuple[Any, int]:
-    """The state and the length of the metrics at a step, if all is well."""
-    checksums = self._checksums(step)
-    found = _hash(checksums.parent)
-    for name, checksum in json.loads(checksums.read_text()).items():
-      if found.get(name) != checksum:
-        what = "has changed" if name in found else "is gone"
-        raise ValueError(f"{checksums.parent / name} {what}")
-    like = jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding
-      ),
-      state,
-    )
-    saved = self._checkpointer.load(step, {"state": like, "metrics_bytes": 0})
-    metrics = self.path / _METRICS
-    lost = saved["metrics_bytes"]
-    if metrics.exists():
-      lost -= metrics.stat().st_size
-    if lost > 0:
-      raise ValueError(f"{metrics} lacks {lost} bytes logged before it")
-    return saved["state"], saved["metrics_bytes"]
+  def _load(self, step: int, state: Any) -> tuple[Any, dict[str, int]]:
+    """The state and the lengths of the logs at a step, if all is well."""
+    like = {"state": state, "lengths": {_METRICS: 0, _ROLLOUTS: 0}}
+    saved = checkpoints.read(self._checkpoint(step), like)
+    streams.check(self.path, saved["lengths"])
+    return saved["state"], saved["lengths"]
 
   def _remove(self, step: int, why: str) -> None:
     """Removes a checkpoint that does not count, and says so."""
@@ -232,8 +209,7 @@ class Workdir(contextlib.AbstractContextManager):
   def _seal(self, step: int, response: Any) -> None:
     """Makes a checkpoint whole once its save is done."""
     response.result()
-    checksums = self._checksums(step)
-    _write(checksums, json.dumps(_hash(checksums.parent), indent=2))
+    checkpoints.seal(self._checkpoint(step))
 
   def _wait(self) -> None:
     """Waits for the save under way; raises what went wrong with it, once."""
@@ -242,10 +218,90 @@ class Workdir(contextlib.AbstractContextManager):
       saving.result()
 
 
+def load(
+  path: str | os.PathLike[str], like: Any, step: int | None = None
+) -> tuple[int, Any]:
+  """(step, state) of a run's newest whole checkpoint, or of a given step.
+
+  For evaluating a run, or starting another from it: takes no lock, changes
+  nothing in the folder, and may be called while the run trains.
+
+    like = jax.eval_shape(policy.init, jax.random.key(0))
+    step, state = workdir.load(path, {"params": like})
+
+  Args:
+    path: the run's folder.
+    like: a pytree of arrays or ShapeDtypeStructs, the state that was saved or
+      any part of it: {"params": …} of a TrainState, or a TrainState with `...`
+      for what is not wanted. What is loaded has its structure, shapes, dtypes
+      and shardings (one device where it names none).
+    step: of the checkpoint; the newest by default, where a damaged one is
+      passed over, with a warning, for the one before it.
+
+  Raises:
+    cli.UsageError: if there is no such checkpoint, it is damaged (the file is
+      named), or holds other shapes or dtypes (every leaf that differs is
+      named).
+  """
+  path = pathlib.Path(path).absolute()
+  if not (path / _STATE).exists():
+    raise cli.UsageError(
+      f"{path} holds no run that can be loaded: it has no {_STATE}."
+    )
+  _check_same(path / _STATE, checkpoints.shapes(like), part=True)
+  causes: dict[int, str] = {}
+  while True:
+    # Anew each time: the run may have saved another, and removed this one.
+    there = checkpoints.steps(path / _CHECKPOINTS)
+    if step is not None and step not in there:
+      raise cli.UsageError(
+        f"{path} holds no whole checkpoint of step {step}; it holds"
+        f" {', '.join(map(str, there)) or 'none'}."
+      )
+    untried = {step} if step is not None else set(there)
+    if not (untried := untried.difference(causes)):
+      break
+    newest = max(untried)
+    checkpoint = path / _CHECKPOINTS / str(newest)
+    try:
+      state = checkpoints.read(checkpoint, {"state": like})["state"]
+    except Exception as error:  # Orbax raises whatever it meets.
+      causes[newest] = _first_line(error.__cause__ or error)
+      continue
+    damaged = {s: why for s, why in causes.items() if s in there}
+    if damaged:
+      logging.warning(
+        f"checkpoint {newest} in {path} is loaded, as later ones are damaged:"
+        f" {_listed(damaged)}."
+      )
+    return newest, state
+  raise cli.UsageError(
+    f"{path} holds no whole checkpoint: {_listed(causes) or 'none was saved'}."
+  )
+
+
+def read_config(path: str | os.PathLike[str]) -> ml_collections.ConfigDict:
+  """What a run was asked to do; its lists come back as tuples.
+
+  Raises:
+    cli.UsageError: if the folder holds no run.
+  """
+  file = pathlib.Path(path) / _CONFIG
+  try:
+    fields = json.loads(file.read_text())
+  except OSError as error:
+    raise cli.UsageError(f"{path} holds no run: {error}") from None
+  return ml_collections.ConfigDict(_tuples(fields)).lock()
+
+
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """The lines of a run's metrics.jsonl, but for one that a kill cut short."""
-  lines = (pathlib.Path(path) / _METRICS).read_bytes().splitlines(keepends=True)
-  return [json.loads(line) for line in lines if line.endswith(b"\n")]
+  return list(streams.read(pathlib.Path(path) / _METRICS))
+
+
+def read_rollouts(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """The lines of a run's rollouts.jsonl, one by one."""
+  return streams.read(pathlib.Path(path) / _ROLLOUTS)
 
 
 @contextlib.contextmanager
@@ -277,24 +333,27 @@ def _check_config(
   """Writes the config into a new folder; refuses one that holds another."""
   text = config.to_json(indent=2)
   if (path / _CONFIG).exists():
-    _check_same(path / _CONFIG, text)
+    _check_same(path / _CONFIG, json.loads(text))
     return
-  for name in (_METRICS, _CHECKPOINTS):
+  for name in (_METRICS, _ROLLOUTS, _CHECKPOINTS):
     if (path / name).exists():
       raise cli.UsageError(
         f"{path} holds {name} but no {_CONFIG}: it is not a run's folder."
       )
-  _write(path / _CONFIG, text)
+  checkpoints.write(path / _CONFIG, text)
 
 
-def _check_same(file: pathlib.Path, text: str) -> None:
-  """Raises if a file's JSON is not this, naming every field that differs."""
+def _check_same(file: pathlib.Path, value: Any, part: bool = False) -> None:
+  """Raises if a file's JSON is not this value, naming every field that differs.
+
+  If `part`, the file may have further fields.
+  """
   there = _fields(json.loads(file.read_text()), file.stem)
-  here = _fields(json.loads(text), file.stem)
+  here = _fields(value, file.stem)
   differing = [
     f"{name}: the folder has {there.get(name, 'nothing')}, the command has"
     f" {here.get(name, 'nothing')}"
-    for name in sorted(there.keys() | here.keys())
+    for name in sorted(here if part else there.keys() | here.keys())
     if there.get(name) != here.get(name)
   ]
   if differing:
@@ -314,50 +373,15 @@ def _fields(value: Any, name: str) -> dict[str, str]:
   }
 
 
-def _shapes(state: Any) -> str:
-  """JSON of the dtype and shape of each leaf, by its dotted path."""
-  leaves, _ = jax.tree.flatten_with_path(state)
-  shapes = {
-    jax.tree_util.keystr(path, simple=True, separator="."): (
-      f"{leaf.dtype}{list(leaf.shape)}"
-    )
-    for path, leaf in leaves
-  }
-  return json.dumps(shapes, indent=2)
-
-
-def _plain(value: Any) -> Any:
-  """What JSON can hold."""
-  if isinstance(value, np.ndarray | np.generic | jax.Array):
-    value = np.asarray(value).tolist()
+def _tuples(value: Any) -> Any:
+  """JSON's lists as the tuples that configs are made of."""
   if isinstance(value, dict):
-    return {key: _plain(item) for key, item in value.items()}
-  if isinstance(value, list | tuple):
-    return [_plain(item) for item in value]
-  if isinstance(value, float) and not math.isfinite(value):
-    return None
-  return value
+    return {key: _tuples(item) for key, item in value.items()}
+  return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _hash(folder: pathlib.Path) -> dict[str, str]:
-  """SHA-256 of each of Orbax's files in a checkpoint."""
-  checksums = {}
-  for file in sorted(folder.rglob("*")):
-    if file.is_file() and not file.name.startswith(_CHECKSUMS):
-      with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-      checksums[str(file.relative_to(folder))] = digest
-  return checksums
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-  """Writes a file that is whole or not there, whenever the process dies."""
-  draft = path.with_name(f"{path.name}.tmp")
-  with draft.open("w") as file:
-    file.write(text + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-  draft.replace(path)
+def _listed(causes: dict[int, str]) -> str:
+  return "; ".join(f"{step}: {why}" for step, why in causes.items())
 
 
 def _first_line(error: BaseException) -> str:

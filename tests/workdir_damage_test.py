@@ -37,6 +37,11 @@ def _flip(folder):
   file.write_bytes(content)
 
 
+def _cut(folder, name):
+  file = folder.parent.parent / name
+  os.truncate(file, file.stat().st_size - 1)
+
+
 def _empty(folder):
   shutil.rmtree(folder)
   folder.mkdir()
@@ -56,13 +61,8 @@ DAMAGE = {
     lambda folder: (folder / "sha256.json").write_text(""),
     "JSONDecodeError",
   ),
-  "metrics cut": (
-    lambda folder: os.truncate(
-      folder.parent.parent / "metrics.jsonl",
-      (folder.parent.parent / "metrics.jsonl").stat().st_size - 1,
-    ),
-    "lacks 1 bytes",
-  ),
+  "metrics cut": (lambda f: _cut(f, "metrics.jsonl"), "lacks 1 bytes"),
+  "rollouts cut": (lambda f: _cut(f, "rollouts.jsonl"), "lacks 1 bytes"),
 }
 
 
@@ -194,7 +194,7 @@ def test_a_folder_that_is_not_a_runs_is_left_alone(tmp_path):
   (tmp_path / "metrics.jsonl").write_text("mine\n")
   with pytest.raises(cli.UsageError, match=r"metrics\.jsonl but no config"):
     workdir.Workdir(tmp_path, CONFIG)
-  assert lines(tmp_path) == b"mine\n"
+  assert lines(tmp_path) == {"metrics.jsonl": b"mine\n"}
   with pytest.raises(cli.UsageError, match="cannot be a run's folder"):
     workdir.Workdir(tmp_path / "metrics.jsonl", CONFIG)
   with pytest.raises(ValueError, match="`keep` must be at least 2, got 1"):

