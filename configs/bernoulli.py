@@ -43,6 +43,9 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
     )
   config = ml_collections.ConfigDict()
 
+  # What is built: experiments/scalar.py.
+  config.builder = "scalar"
+
   # --- the problem ---
   # How many prompts, drawn from Big-Math's 65 solve rates: 215608 is as many
   # as it has.
@@ -98,6 +101,8 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
   # Steps between checkpoints, and between measurements of the whole policy.
   config.checkpoint_every = 50
   config.observe_every = 1
+  # Trackers that get the metrics too: "tensorboard", "wandb", "trackio".
+  config.report_to = ()
 
   for field, value in _METHODS[method].items():
     config[field] = value

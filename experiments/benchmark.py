@@ -102,9 +102,9 @@ def _our_loop(experiment, steps: int) -> None:
 
 def _numpy_loop(config, steps: int) -> np.ndarray:
   """The three arms as one would write them first; returns p at the end."""
-  from experiments import train
+  from experiments import scalar
 
-  p = train.population(config)
+  p = scalar.population(config)
   theta = np.log(p) - np.log1p(-p)
   size, rng = config.group_size, np.random.default_rng(config.seed)
   divides = "divide" in config.sigma

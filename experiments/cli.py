@@ -32,6 +32,10 @@ class UsageError(ValueError):
   """A mistake in the command: `run` prints its message, and no traceback."""
 
 
+class Stopped(RuntimeError):
+  """A run ended itself, in order: `run` prints why, and no traceback."""
+
+
 @contextlib.contextmanager
 def building() -> Iterator[None]:
   """Makes a ValueError a UsageError: a config is turned into an experiment.
@@ -72,7 +76,8 @@ def run(main: Callable[[list[str]], Any], *, config: str | None = None) -> None:
   """Parses the flags, calls `main(argv)` and exits.
 
   A mistake in the command ends with one line on stderr and exit code 2, an
-  interrupt with one line and 130; any other error shows its traceback. What
+  interrupt with one line and 130, a run that stopped itself with one line and
+  3; any other error shows its traceback. What
   libraries log below the level of a warning is shown with --verbosity=0.
 
   Args:
@@ -85,6 +90,8 @@ def run(main: Callable[[list[str]], Any], *, config: str | None = None) -> None:
     app.run(main, flags_parser=lambda argv: _parse(argv, config))
   except UsageError as error:
     _end(2, f"error: {error}")
+  except Stopped as reason:
+    _end(3, f"stopped: {reason}")
   except KeyboardInterrupt:
     _end(130, "interrupted: the same command resumes the run")
 

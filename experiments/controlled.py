@@ -82,7 +82,7 @@ class Arm(NamedTuple):
 
 def measure(name: str, config: Config, folder: pathlib.Path) -> Arm:
   """What the arm that was trained in folder/name came to."""
-  from experiments import train, workdir
+  from experiments import scalar, workdir
   from groupstd import theory
 
   lines = workdir.read_metrics(folder / name)
@@ -90,8 +90,8 @@ def measure(name: str, config: Config, folder: pathlib.Path) -> Arm:
     key: np.array([line.get(key, np.nan) for line in lines], float)
     for key in lines[0]
   }
-  op = train.build_op(config)
-  p, counts = np.unique(train.population(config), return_counts=True)
+  op = scalar.build_op(config)
+  p, counts = np.unique(scalar.population(config), return_counts=True)
   # np.digitize puts a boundary into the upper bin; 1 belongs to the last.
   bins = np.arange(10)[:, None] == np.digitize(p, _BINS[1:-1])
   expected = theory.expected_update(op, p, config.group_size, config.max_draws)
@@ -113,11 +113,11 @@ def _measure_mass(
   import jax
   import jax.numpy as jnp
 
-  from experiments import train
+  from experiments import scalar, train
 
   experiment = train.build(config)
   start = np.asarray(experiment.state.params, np.float64)
-  bins = np.digitize(train.population(config), _BINS[1:-1])
+  bins = np.digitize(scalar.population(config), _BINS[1:-1])
   sums = []
   for draw in range(_MASS_DRAWS):
     state = jax.tree.map(jnp.copy, experiment.state)

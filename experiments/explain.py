@@ -66,8 +66,6 @@ def main(argv):
 
 def _method() -> card.Method:
   """What the flags name."""
-  from experiments import train  # After the flags: jax takes a second.
-
   config = _CONFIG.value
   if _GROUP_SIZE.value is not None:
     config.group_size = _GROUP_SIZE.value
@@ -81,7 +79,9 @@ def _method() -> card.Method:
   if _OP.value is not None:
     op = _import_op(_OP.value)
     return card.Method(_OP.value, _OP.value, op, config.group_size, *sampling)
-  op = train.build_op(config)
+  # After the flags: jax takes a second.
+  builder = importlib.import_module(f"experiments.{config.builder}")
+  op = builder.build_op(config)
   text = " · ".join(
     f"{name}({', '.join(f'{k}={v}' for k, v in arguments.items())})"
     for name, arguments in config.sigma.items()

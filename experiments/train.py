@@ -1,30 +1,31 @@
-"""From a config to a run: the builders, then the loop, top to bottom."""
+"""From a config to a run: the loop that every experiment goes through."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+import importlib
 import os
+import pathlib
 import time
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import ml_collections
-import numpy as np
-import optax
 
-from experiments import cli, workdir
-from groupstd import (
-  data,
-  learners,
-  losses,
-  objectives,
-  planning,
-  policies,
-  rollouts,
-  sharding,
-  sigma,
-  tasks,
-  theory,
-)
+from experiments import cli, sinks, workdir
+from groupstd import learners
+
+
+class WarmStart(NamedTuple):
+  """A run before the run, in its folder `warmup`.
+
+  Attributes:
+    experiment: what is run.
+    config: of that run, with `num_steps` and the like.
+    begin: params at its end → where the run itself starts.
+  """
+
+  experiment: "Experiment"
+  config: ml_collections.ConfigDict
+  begin: Callable[[Any], learners.TrainState]
 
 
 class Experiment(NamedTuple):
@@ -33,8 +34,12 @@ class Experiment(NamedTuple):
   Attributes:
     state: where training starts.
     step: state → (state, what the step drew and did, by name); takes over the
-      state's buffers.
-    observe: params → what is measured of the policy as a whole, by name.
+      state's buffers, unless it raises `cli.Stopped`.
+    observe: params → what is measured of the policy as a whole, by name; may
+      raise `cli.Stopped` too.
+    warm_start: what comes first, if anything does.
+    samples: → lines for rollouts.jsonl since it was last called.
+    close: ends what it has begun.
   """
 
   state: learners.TrainState
@@ -42,270 +47,25 @@ class Experiment(NamedTuple):
     [learners.TrainState], tuple[learners.TrainState, dict[str, Any]]
   ]
   observe: Callable[[Any], dict[str, Any]]
-
-
-# -----------------------------------------------------------------------------
-# Builders
-# -----------------------------------------------------------------------------
+  warm_start: WarmStart | None = None
+  samples: Callable[[], Iterable[dict[str, Any]]] = tuple
+  close: Callable[[], None] = lambda: None
 
 
 def build(config: ml_collections.ConfigDict) -> Experiment:
-  """Turns the config into an experiment, or says what is wrong with it.
+  """The experiment that the module experiments/<config.builder>.py makes.
 
   Raises:
     ValueError: naming the field, its value and what it must be.
   """
-  for field in (
-    "num_prompts",
-    "num_steps",
-    "checkpoint_every",
-    "observe_every",
-    "plan_every",
-  ):
-    value: Any = config[field]
-    if value < 1:
-      raise ValueError(f"config.{field} must be at least 1, got {value}")
-  probabilities = population(config)
-  policy = policies.bernoulli(probabilities)
-  task = tasks.bernoulli(config.num_prompts, seed=config.seed)
-  # The last round's prompts must exist before the first is asked.
-  task.prompts(0, config.num_groups * config.max_rounds)
-  op = build_op(config)
-  learner = learners.policy_gradient(
-    policy,
-    _make_one(optax, config.optimizer, "config.optimizer"),
-    sigma.rule(op),
-    surrogate=_make_one(losses, config.surrogate, "config.surrogate"),
-    aggregate=_make_one(losses, config.aggregate, "config.aggregate"),
-  )
-  mesh = sharding.make_mesh(config.num_devices)
-  sizes = {
-    "num_groups": config.num_groups,
-    "group_size": config.group_size,
-    "seed": config.seed,
-    "max_draws": config.max_draws,
-  }
-  learner = _reporting(learner, config)
-  state = learner.init(policy.init(jax.random.key(config.seed)))
-  if config.max_rounds == 1 and not config.plan:
-    # Drawn by jax, exactly, in the program of the step.
-    collect = rollouts.collect_bernoulli(
-      policy, task, multiset=config.multiset, **sizes
-    )
-    draw_and_learn = sharding.fuse(collect, learner, mesh)
-  else:
-    if config.plan:
-      collect = _planned(config, op, policy, task, sizes)
-    else:
-      collect = rollouts.collector(
-        policy, task, max_rounds=config.max_rounds, **sizes
-      )
-    learn = sharding.data_parallel(learner, mesh).step
-
-    def draw_and_learn(state, /):
-      rollout, counts = collect(state.params, state.step)
-      state, info = learn(state, rollout)
-      return state, counts, info
-
-  def step(state):
-    state, counts, info = draw_and_learn(state)
-    metrics = {**counts._asdict(), **info._asdict()}
-    return state, {k: v for k, v in metrics.items() if v is not None}
-
-  return Experiment(
-    sharding.replicate(state, mesh),
-    step,
-    _observer(config, probabilities),
-  )
-
-
-def build_op(config: ml_collections.ConfigDict) -> sigma.SigmaOp:
-  """The product of config.sigma's operations, checked at config.group_size."""
-  if config.wanted_power and config.sigma:
+  builders = ("language", "scalar")
+  if config.builder not in builders:
     raise ValueError(
-      "config.sigma must be empty where config.wanted_power is not 0, got"
-      f" {sorted(config.sigma)}: the wanted objective decides the weights"
+      f"config.builder must be one of {', '.join(builders)}, got"
+      f" {config.builder!r}{cli.did_you_mean(config.builder, builders)}"
     )
-  if config.wanted_power:
-    fit = objectives.weights_for(
-      lambda p: (p * (1 - p)) ** -config.wanted_power,
-      config.group_size,
-      interval=config.clip,
-      nonnegative=config.wanted_nonnegative,
-    )
-    op = sigma.table(fit.weights)
-  else:
-    op = sigma.product(*_make(sigma, config.sigma, "config.sigma"))
-  with jax.enable_x64(True):  # One program, where theory would compile forty.
-    gain = jax.jit(lambda: theory.gain(op, config.group_size))()
-  broken = ~np.isfinite(np.asarray(gain))
-  if broken.any():
-    raise ValueError(
-      "config.sigma must weigh every group with a finite number, it does not"
-      f" at k = {np.flatnonzero(broken).tolist()} of {config.group_size} right"
-    )
-  return op
-
-
-def population(config: ml_collections.ConfigDict) -> np.ndarray:
-  """[num_prompts]: success probabilities drawn from Big-Math's solve rates."""
-  low, high = config.clip if len(config.clip) == 2 else (0, 1)
-  if not 0 < low <= high < 1:
-    raise ValueError(
-      f"config.clip must be two numbers inside (0, 1), got {config.clip}: a"
-      " logit is infinite at either end"
-    )
-  correct, problems = data.big_math()
-  rates, weights = correct / 64, problems.astype(float)
-  if config.interior:
-    weights[(correct == 0) | (correct == 64)] = 0
-  rng = np.random.default_rng(config.seed)
-  drawn = rng.choice(rates, config.num_prompts, p=weights / weights.sum())
-  return np.clip(drawn, low, high)
-
-
-def _planned(
-  config: ml_collections.ConfigDict,
-  op: sigma.SigmaOp,
-  policy: policies.Policy,
-  task: tasks.Task,
-  sizes: dict[str, int],
-) -> rollouts.Collect:
-  """Draws groups of planned sizes, as many rollouts as with the same for all.
-
-  What a group of each size is worth is tabulated once over the logit; a plan is
-  made from the policy as it is, every config.plan_every steps.
-  """
-  values = {
-    "update": lambda p, g: planning.update_value(op, p, g),
-    "mixed": planning.mixed_value,
-  }
-  if config.plan not in values:
-    raise ValueError(
-      f"config.plan must be one of {', '.join(values)}, or empty, got"
-      f" {config.plan!r}{cli.did_you_mean(config.plan, values)}"
-    )
-  if config.num_groups != config.num_prompts:
-    raise ValueError(
-      "config.num_groups must be all prompts under a plan, got"
-      f" {config.num_groups} of {config.num_prompts}"
-    )
-  if config.max_draws > 1 or config.max_rounds > 1:
-    raise ValueError(
-      "config.plan must be empty where silent groups are drawn again, got"
-      f" {config.plan!r}: the plan does not count those rollouts"
-    )
-  if config.max_group_size < config.group_size:
-    raise ValueError(
-      "config.max_group_size must be at least config.group_size, got"
-      f" {config.max_group_size} and {config.group_size}: the budget could not"
-      " be spent"
-    )
-  if config.checkpoint_every % config.plan_every:
-    raise ValueError(
-      "config.plan_every must divide config.checkpoint_every, got"
-      f" {config.plan_every} and {config.checkpoint_every}: a resumed run makes"
-      " its plans where the first one made them"
-    )
-  draw = jax.jit(
-    rollouts.collect_bernoulli(
-      policy,
-      task,
-      multiset=config.multiset,
-      **{**sizes, "group_size": config.max_group_size},
-    )
-  )
-  theta, spacing = np.linspace(-8, 16, 481, retstep=True)
-  value = values[config.plan](
-    1 / (1 + np.exp(-theta)), np.arange(config.max_group_size + 1)
-  )
-  plan = None
-
-  def collect(params, step):
-    nonlocal plan
-    if plan is None or step % config.plan_every == 0:
-      nearest = np.rint((np.asarray(params) - theta[0]) / spacing)
-      rows = np.clip(nearest, 0, len(theta) - 1).astype(int)
-      budget = config.num_groups * config.group_size
-      plan = planning.allocate(value[rows], budget).sizes
-    return draw(params, step, plan)
-
-  return collect
-
-
-def _observer(
-  config: ml_collections.ConfigDict, probabilities: np.ndarray
-) -> Callable[[Any], dict[str, Any]]:
-  """What the scalar policies come to, and what theory expects of the draws."""
-  quarter = -(-config.num_prompts // 4)
-  hardest = np.argsort(probabilities, kind="stable")[:quarter]
-
-  def observe(params):
-    p = 1 / (1 + np.exp(-np.asarray(params, np.float64)))
-    observed = {"mean_p": p.mean(), "hardest_quarter_p": p[hardest].mean()}
-    if config.plan:  # Groups are of many sizes.
-      return observed
-    silent = theory.silent_rate(p, config.group_size)
-    draws = theory.expected_draws(p, config.group_size, config.max_draws)
-    return {
-      **observed,
-      "predicted_silent": silent.mean(),
-      # Of the share measured in one step, when every prompt is drawn once.
-      "predicted_silent_variance": (silent * (1 - silent)).mean() / len(p),
-      "predicted_draws": draws.mean(),
-    }
-
-  return observe
-
-
-def _reporting(
-  learner: learners.Learner, config: ml_collections.ConfigDict
-) -> learners.Learner:
-  """The learner with None in Info for what is not logged, nor then computed.
-
-  REINFORCE's loss says nothing as a number, and costs as much as a step.
-  """
-  logged = {"kept", "grad_norm", "skipped", "nonfinite"}
-  if "reinforce" not in config.surrogate:
-    logged |= {"loss", "clip_fraction"}
-
-  def step(state, rollout):
-    state, info = learner.step(state, rollout)
-    return state, info._replace(**dict.fromkeys(set(info._fields) - logged))
-
-  return learners.Learner(learner.init, step)
-
-
-def _make(
-  module: ModuleType, parts: ml_collections.ConfigDict, field: str
-) -> list[Any]:
-  """What the module's functions of these names make of these arguments."""
-  names = getattr(module, "__all__", None) or dir(module)
-  made = []
-  arguments: Any
-  for name, arguments in parts.items():
-    if name not in names:
-      raise ValueError(
-        f"{field} has no {name!r}{cli.did_you_mean(name, names)}"
-      )
-    try:
-      made.append(getattr(module, name)(**arguments.to_dict()))
-    except (TypeError, ValueError) as error:
-      raise ValueError(f"{field}.{name}: {error}") from error
-  return made
-
-
-def _make_one(
-  module: ModuleType, parts: ml_collections.ConfigDict, field: str
-) -> Any:
-  if len(parts) != 1:
-    raise ValueError(f"{field} must have one entry, got {sorted(parts)}")
-  return _make(module, parts, field)[0]
-
-
-# -----------------------------------------------------------------------------
-# The loop
-# -----------------------------------------------------------------------------
+  sinks.check(config.report_to)
+  return importlib.import_module(f"experiments.{config.builder}").build(config)
 
 
 def run(
@@ -321,38 +81,88 @@ def run(
 
   Raises:
     cli.UsageError: if the config is wrong, or the folder holds another run.
+    cli.Stopped: if the run ended itself, after saving what it had.
     FloatingPointError: if a reward, an advantage or a gradient was not finite.
   """
-  begun = time.monotonic()
   with cli.building():
     experiment = build(config)
+  try:
+    _run(experiment, config, pathlib.Path(path), description)
+  finally:
+    experiment.close()
+
+
+def warm_up(
+  config: ml_collections.ConfigDict, path: str | os.PathLike[str]
+) -> None:
+  """Runs the warm start alone, for runs whose `init` is this folder."""
+  alone = config.copy_and_resolve_references()
+  alone.init = ""
+  with cli.building():
+    experiment = build(alone)
+  try:
+    if (warm := experiment.warm_start) is None:
+      raise cli.UsageError("config.warmup.num_steps must be at least 1, got 0.")
+    _run(warm.experiment, warm.config, pathlib.Path(path), "warm start")
+  finally:
+    experiment.close()
+
+
+def _run(
+  experiment: Experiment,
+  config: ml_collections.ConfigDict,
+  path: pathlib.Path,
+  description: str,
+) -> learners.TrainState:
+  """Runs the loop in a folder of its own; returns the state at the end."""
+  begun = time.monotonic()
   with workdir.Workdir(path, config) as folder:
-    state = folder.restore(experiment.state)
+    state, warm_start = experiment.state, experiment.warm_start
+    if warm_start is not None:
+      warm = _run(
+        warm_start.experiment,
+        warm_start.config,
+        path / "warmup",
+        f"{description}: warm start",
+      )
+      state = warm_start.begin(warm.params)
+    state = folder.restore(state)
     start, end = int(state.step), config.num_steps
     waiting: list[tuple[int, dict[str, Any]]] = []
 
-    def flush():
-      for step, metrics in jax.device_get(waiting):
-        if metrics.get("nonfinite"):
-          raise FloatingPointError(
-            f"step {step}: a reward, an advantage or a gradient was not finite;"
-            f" nothing was updated. The run is in {path}."
-          )
-        folder.log(step, {**metrics, "seconds": time.monotonic() - begun})
-      waiting.clear()
+    with sinks.Sinks(config.report_to, path, config, start) as report:
 
-    with cli.progress(end, start, description) as advance:
-      for step in range(start, end):
-        metrics = {}
-        if step % config.observe_every == 0:
-          metrics = experiment.observe(state.params)
-        state, stepped = experiment.step(state)
-        waiting.append((step, metrics | stepped))
-        if len(waiting) == 10:
-          flush()
-        if (step + 1) % config.checkpoint_every == 0 or step + 1 == end:
-          flush()
-          folder.save(step + 1, state)
-        advance(1)
-    waiting.append((end, experiment.observe(state.params)))
-    flush()
+      def flush():
+        for step, metrics in jax.device_get(waiting):
+          if metrics.get("nonfinite"):
+            raise FloatingPointError(
+              f"step {step}: a reward, an advantage or a gradient was not"
+              f" finite; nothing was updated. The run is in {path}."
+            )
+          metrics["seconds"] = time.monotonic() - begun
+          folder.log(step, metrics)
+          report.log(step, metrics)
+        waiting.clear()
+        folder.log_rollouts(experiment.samples())
+
+      with cli.progress(end, start, description) as advance:
+        for step in range(start, end):
+          metrics = {}
+          try:
+            if step % config.observe_every == 0:
+              metrics = experiment.observe(state.params)
+            state, stepped = experiment.step(state)
+          except cli.Stopped:
+            flush()
+            folder.save(step, state)
+            raise
+          waiting.append((step, metrics | stepped))
+          if len(waiting) == 10:
+            flush()
+          if (step + 1) % config.checkpoint_every == 0 or step + 1 == end:
+            flush()
+            folder.save(step + 1, state)
+          advance(1)
+      waiting.append((end, experiment.observe(state.params)))
+      flush()
+  return state

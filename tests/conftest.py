@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 jax.config.update("jax_platforms", "cpu")
@@ -24,3 +25,29 @@ def external_data() -> pathlib.Path:
   if not root:
     pytest.skip("GROUPSTD_TEST_DATA names no folder with others' data")
   return pathlib.Path(root)
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+  """A module's programs are compiled once a session, whoever builds them."""
+  names = {
+    "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "xla"),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+  }
+  before = {name: getattr(jax.config, name) for name in names}
+  for name, value in names.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly(compiled_once):
+  """The same, and hardly optimized: for runs of few steps."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)

@@ -31,5 +31,6 @@ def test_the_tree_names_every_file():
         assert path.name in tree, path
   for name in re.findall(r"^  (\w+\.py)", tree, re.M):
     assert any(
-      (root / folder / name).exists() for folder in ("groupstd", "experiments")
+      (root / folder / name).exists()
+      for folder in ("groupstd", "experiments", "configs")
     ), name

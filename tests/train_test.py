@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from configs import bernoulli
-from experiments import cli, train, workdir
+from experiments import cli, scalar, train, workdir
 from groupstd import theory
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -62,7 +62,7 @@ def test_what_is_observed_is_what_theory_says(tmp_path):
   config = small("dapo")
   train.run(config, tmp_path)
   first = workdir.read_metrics(tmp_path)[0]
-  p = train.population(config)
+  p = scalar.population(config)
   close = {"rel": 1e-6}  # The logits are float32.
   assert first["mean_p"] == pytest.approx(p.mean(), **close)
   silent = theory.silent_rate(p, 8)

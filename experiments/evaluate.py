@@ -1,0 +1,168 @@
+"""How good a run's policy is: greedy accuracy, mean@n and pass@k by difficulty.
+
+  python -m experiments.evaluate --run=runs/arithmetic --samples=16
+
+Reads a checkpoint of a language model's run, the newest if --step does not name
+another, and asks it the run's held-out questions. mean@n is the mean share of
+right answers among n that are drawn as in training; pass@k, the chance that one
+of k is right, is estimated from them without bias (arXiv:2107.03374). Errors
+are standard errors over questions.
+
+Hardware and time: those of as many steps of training as the rollouts make.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+from absl import flags
+
+from experiments import cli
+
+_RUN = flags.DEFINE_string("run", None, "The run's folder.")
+_STEP = flags.DEFINE_integer(
+  "step", None, "The checkpoint; the newest if none."
+)
+_SAMPLES = flags.DEFINE_integer(
+  "samples", 16, "Answers drawn to a question, n.", lower_bound=1
+)
+_QUESTIONS = flags.DEFINE_integer(
+  "questions", 512, "How many held-out questions.", lower_bound=2
+)
+_TEMPERATURE = flags.DEFINE_float(
+  "temperature", None, "Of the draws; the run's if none.", lower_bound=1e-3
+)
+_BATCH = flags.DEFINE_integer(
+  "batch", 64, "Questions answered at once.", lower_bound=1
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
+_OUT = flags.DEFINE_string("out", None, "A JSON file for the table as well.")
+
+
+def main(argv):
+  del argv
+  path = cli.require(_RUN)
+  from experiments import workdir  # After the flags: jax takes a second.
+
+  config = workdir.read_config(path)
+  if config.builder != "language":
+    raise cli.UsageError(
+      f"--run must be a language model's, {path} is of the builder"
+      f" {config.builder!r}."
+    )
+  step, rows = evaluate(path, config)
+  show(step, rows)
+  if _OUT.value:
+    out = pathlib.Path(_OUT.value)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found = {"run": str(path), "step": step, "rows": rows}
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"Table: {out}")
+
+
+def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
+  """(step, difficulty → name → number), of all questions under "all"."""
+  import jax
+  import numpy as np
+
+  from experiments import language, workdir
+  from groupstd import estimates, tasks
+
+  temperature = _TEMPERATURE.value or config.temperature
+  n, total = _SAMPLES.value, _QUESTIONS.value
+  with cli.building():
+    made = language.parts(config)
+  with made.pool:
+    drawing, greedy = made.policy(temperature), made.policy(0.0)
+    step, loaded = workdir.load(
+      path,
+      {"params": jax.eval_shape(drawing.init, jax.random.key(0))},
+      _STEP.value,
+    )
+    task = made.task(config, made.held_out, shuffle=False)
+    with cli.building():
+      task.prompts(0, total)  # Raises where there are fewer.
+    sample = jax.jit(drawing.sample, static_argnums=3)
+    answer = jax.jit(greedy.sample, static_argnums=3)
+
+    def right(policy_sample, prompts, keys, size):
+      """[B, G] right, scored and ended."""
+      drawn = jax.device_get(
+        policy_sample(loaded["params"], keys, prompts, size)
+      )
+      with language.verifying("at an evaluation"):
+        verdict = tasks.check_scores(
+          task.reward(prompts, drawn.tokens, drawn.mask), prompts.index, size
+        )
+      return verdict.where & (verdict.scores >= 1), verdict.where, drawn.ended
+
+    # All batches are of one size, so that one program draws them.
+    _, everything = task.prompts(0, total)
+    everything = jax.device_get(everything)
+    found = []
+    for start in range(0, total, _BATCH.value):
+      rows = np.arange(start, start + _BATCH.value) % total
+      prompts = jax.tree.map(lambda x, rows=rows: x[rows], everything)
+      key = jax.random.fold_in(jax.random.key(_SEED.value), start)
+      keys = jax.random.split(key, len(rows))
+      likeliest, _, _ = right(answer, prompts, keys, 1)
+      drawn, scored, ended = right(sample, prompts, keys, n)
+      found.append(
+        (likeliest[:, 0], drawn.sum(1), scored.sum(1), ended.mean(1))
+      )
+  greedy_right, k, scored, ended = (
+    np.concatenate(column)[:total] for column in zip(*found, strict=True)
+  )
+  labels = np.array(
+    [made.held_out[int(i)].difficulty for i in everything.index]
+  )
+
+  def row(chosen) -> dict[str, Any]:
+    columns = {"greedy": greedy_right, f"mean@{n}": k / n}
+    m = 2
+    while m <= n:
+      columns[f"pass@{m}"] = estimates.pass_at(k, np.full(len(k), n), m)
+      m *= 2
+    numbers: dict[str, Any] = {"questions": int(chosen.sum())}
+    for name, column in columns.items():
+      values = column[chosen].astype(float)
+      numbers[name] = values.mean()
+      if len(values) > 1:
+        numbers[f"{name}_error"] = values.std(ddof=1) / len(values) ** 0.5
+    numbers["truncated"] = 1 - ended[chosen].mean()
+    numbers["unscored"] = int((n - scored[chosen]).sum())
+    return numbers
+
+  rows = {"all": row(np.ones(total, bool))}
+  if len(set(labels)) > 1:
+    rows |= {str(x): row(labels == x) for x in sorted(set(labels))}
+  return step, rows
+
+
+def show(step: int, rows: dict[str, dict[str, Any]]) -> None:
+  """Prints the rows as a table."""
+  from rich.console import Console
+  from rich.table import Table
+
+  names = [x for x in rows["all"] if not x.endswith("_error")]
+  table = Table(title=f"Checkpoint {step}: held-out questions, %")
+  table.add_column("difficulty")
+  for name in names:
+    table.add_column(name, justify="right")
+  for label, numbers in rows.items():
+    cells = []
+    for name in names:
+      value = numbers[name]
+      if isinstance(value, int):
+        cells.append(str(value))
+        continue
+      error = numbers.get(f"{name}_error")
+      cells.append(
+        f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error else "")
+      )
+    table.add_row(label, *cells)
+  Console().print(table)
+
+
+if __name__ == "__main__":
+  cli.run(main)
