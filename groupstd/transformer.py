@@ -28,9 +28,8 @@ def policy(
   """π(y|x) = Π_t softmax(logits_t / temperature), prompts padded or not.
 
   Prompts are `policies.Prompts`, or [B, P] tokens of one length. Answers are
-  drawn with a cache of keys and values until all of them have ended. There is no
-  top-p or top-k: sampling and training are of the same distribution, so that the
-  first ratio is 1.
+  drawn with a cache of keys and values until all have ended. There is no top-p
+  or top-k: what is sampled is what is trained, so that the first ratio is 1.
 
   Args:
     config: the decoder's shape.
