@@ -30,5 +30,6 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
   config.prompt_width = 128
   config.model = {"width": 128, "num_layers": 3, "num_heads": 4, "hidden": 512}
   config.warmup.num_steps = 300
+  config.warmup.batch_size = 32
   config.eval_questions = 64
   return config

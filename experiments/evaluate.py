@@ -65,7 +65,7 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
   import jax
   import numpy as np
 
-  from experiments import language, workdir
+  from experiments import building, language, workdir
   from groupstd import estimates, tasks
 
   temperature = _TEMPERATURE.value or config.temperature
@@ -80,7 +80,7 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
       _STEP.value,
     )
     task = made.task(config, made.held_out, shuffle=False)
-    with cli.building():
+    with cli.building(), building.field("--questions"):
       task.prompts(0, total)  # Raises where there are fewer.
     sample = jax.jit(drawing.sample, static_argnums=3)
     answer = jax.jit(greedy.sample, static_argnums=3)
@@ -94,7 +94,10 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
         verdict = tasks.check_scores(
           task.reward(prompts, drawn.tokens, drawn.mask), prompts.index, size
         )
-      return verdict.where & (verdict.scores >= 1), verdict.where, drawn.ended
+      ended = drawn.ended
+      if ended is None:  # Without a stop all answers end where they should.
+        ended = np.ones(verdict.where.shape, bool)
+      return verdict.where & (verdict.scores >= 1), verdict.where, ended
 
     # All batches are of one size, so that one program draws them.
     _, everything = task.prompts(0, total)
@@ -161,7 +164,9 @@ def show(step: int, rows: dict[str, dict[str, Any]]) -> None:
         f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error else "")
       )
     table.add_row(label, *cells)
-  Console().print(table)
+  # Not cut to the 80 columns that rich takes a file or a pipe to have.
+  console = Console()
+  console.print(table, width=None if console.is_terminal else 120)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ runs. Started again, it goes on from where it was left.
 Hardware and time: those of the config, times methods times seeds.
 """
 
+from collections.abc import Iterator
+import itertools
 import json
 import pathlib
 import runpy
@@ -99,10 +101,17 @@ def _row(path: pathlib.Path) -> dict[str, Any]:
     "end": curve[-1][2],
     "steps": last,
     "drawn": drawn,
-    "minutes": lines[-1]["seconds"] / 60,
+    "minutes": sum(_seconds(lines)) / 60,
     "silent": [x["silent_share"] for x in lines if "silent_share" in x],
     "curve": curve,
   }
+
+
+def _seconds(lines: list[dict[str, Any]]) -> Iterator[float]:
+  """How long each process that wrote some of the lines has run."""
+  for line, after in itertools.pairwise([*lines, {"seconds": 0.0}]):
+    if after["seconds"] < line["seconds"]:
+      yield line["seconds"]
 
 
 def _draw(rows: dict[tuple[str, int], Any], folder: pathlib.Path) -> None:

@@ -206,17 +206,25 @@ def _askable(
   """The indices of the questions that can be asked, or may be."""
   indices = np.arange(len(questions))
   if len(indices) <= _CHECKED_AT_START:
-    lengths = [
-      len(tokenizer.encode(questions[i].prompt)) for i in range(len(indices))
-    ]
-    fits = np.array([1 <= n <= width for n in lengths], bool)
-    if not fits.all():
+    reasons: dict[int, str] = {}
+    for i in indices.tolist():
+      try:
+        length = len(tokenizer.encode(questions[i].prompt))
+      except ValueError as error:  # Outside the vocabulary.
+        reasons[i] = str(error)
+        continue
+      if not 1 <= length <= width:
+        reasons[i] = (
+          f"its prompt must have 1 to {width} tokens, it has {length}"
+        )
+    if reasons:
+      first = min(reasons)
       warnings.warn(
-        f"{np.sum(~fits)} of {len(questions)} questions are left out, as their"
-        f" prompts do not have 1 to {width} tokens (the longest has"
-        f" {max(lengths)}); the first is question {np.argmin(fits)}.",
+        f"{len(reasons)} of {len(questions)} questions are left out; the first"
+        f" is question {first}: {reasons[first].rstrip('.')}.",
         stacklevel=3,
       )
+    fits = np.array([i not in reasons for i in indices.tolist()], bool)
     indices = indices[fits]
   if not len(indices):
     raise ValueError(

@@ -122,7 +122,8 @@ class Worker:
     theirs.close()
     self._ended = False
     self._received = 0
-    self._seen, self._since = 0, time.monotonic()
+    self._seen = 0
+    self._since = self._watched = time.monotonic()
 
   @property
   def idle(self) -> bool:
@@ -135,7 +136,7 @@ class Worker:
   def give(self, job: Job, items: Items) -> None:
     """Hands a job to an idle worker; `items` are all the call's."""
     self._place.value = self._seen = self._received = 0
-    self._since = time.monotonic()
+    self._since = self._watched = time.monotonic()
     self.job = job
     with contextlib.suppress(ConnectionError):  # Noticed as its end.
       self._connection.send((job.name, [items[i] for i in job.indices]))
@@ -150,7 +151,7 @@ class Worker:
     while not self.idle and not self._ended and self._connection.poll():
       try:
         report = self._connection.recv()
-      except (EOFError, ConnectionError):
+      except (EOFError, OSError):  # The latter in the midst of a message.
         self._ended = True
         break
       if self.job is None:
@@ -181,6 +182,9 @@ class Worker:
       )
     if self._place.value != self._seen:
       self._seen, self._since = self._place.value, now
+    if now > self._watched + self._limit / 2:  # Stopped, and with it perhaps
+      self._since += now - self._watched  # the worker: that is not its time.
+    self._watched = now
     if self._ended:
       return "died"
     return "timeouts" if self.job and now > self._since + self._limit else None
@@ -194,6 +198,10 @@ class Worker:
     return name, indices[place], [Job(name, rest)] if rest else []
 
   def kill(self) -> None:
+    """Ends the process, and those that its verifiers have started."""
+    assert self._process.pid is not None
+    with contextlib.suppress(ProcessLookupError):  # Not a group's head yet.
+      os.killpg(self._process.pid, signal.SIGKILL)
     self._process.kill()
     self._process.join()
     self._connection.close()
@@ -211,6 +219,7 @@ def _work(
   time_limit: float,
 ) -> None:
   """A worker's life: jobs in, lists of outcomes out."""
+  os.setsid()  # The head of a group, so that all of it can be ended.
   parent = multiprocessing.parent_process()
   assert parent is not None
 

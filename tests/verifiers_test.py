@@ -199,6 +199,53 @@ def test_a_share_of_0_lets_none_fail():
 # --- Processes ---
 
 
+def waiting(text, question):
+  """Waits for a program of its own, as code that runs answers does."""
+  program = [sys.executable, "-c", "import time; time.sleep(600)"]
+  with subprocess.Popen(program) as child:
+    pathlib.Path(text).write_text(str(child.pid))
+    return float(child.wait())
+
+
+def test_what_a_verifier_started_ends_with_it(tmp_path):
+  place = tmp_path / "pid"
+  bad = {"waiting": waiting}
+  with Pool(bad, num_workers=1, time_limit=1.0, max_failures=1.0) as pool:
+    pool(answers(str(place)))
+    assert pool.counts.timeouts == 1
+  status = pathlib.Path(f"/proc/{place.read_text()}/status")
+  for _ in range(100):  # Its new parent may take a moment to bury it.
+    if not status.exists() or "State:\tZ" in status.read_text():
+      break
+    time.sleep(0.05)
+  else:
+    pytest.fail("the verifier's program outlived it")
+
+
+def test_a_pause_of_the_whole_machine_is_not_a_verifiers_time():
+  """As a laptop's sleep, or a scheduler that stops and continues a job."""
+  with Pool({"slow": slow}, num_workers=1, time_limit=1.0) as pool:
+    pool(answers("0"))
+    worker = pool._workers[0]._process.pid
+    code = f"""
+import os, signal, time
+time.sleep(0.3)
+for number in signal.SIGSTOP, signal.SIGCONT:
+  os.kill({os.getpid()}, number)
+  os.kill({worker}, number)
+  time.sleep(2)
+"""
+    stopper = subprocess.Popen([sys.executable, "-c", code])
+    found = pool(answers("0.6", "0.6"))
+    stopper.wait()
+  equal(found["slow"], [0.6, 0.6])
+
+
+def slow(text, question):
+  time.sleep(float(text))
+  return float(text)
+
+
 def test_an_idle_worker_that_was_killed_is_replaced():
   with Pool({"process": process}, num_workers=1) as pool:
     (first,) = pool(answers(""))["process"]
