@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from groupstd import losses, policies, rollouts, sigma
+from groupstd import losses, policies, rollouts, sigma, updates
 
 __all__ = ["Info", "Learner", "TrainState", "policy_gradient"]
 
@@ -38,23 +38,27 @@ class TrainState(NamedTuple):
 class Info(NamedTuple):
   """What a step saw and did, each []. What is not read is not computed.
 
-  Where a step makes several updates, sums and shares run over all of them.
+  Where a step makes several updates, sums and shares run over all of them. A
+  token learns if it trains and has an advantage that is not 0, KL or entropy:
+  of the others, such as a silent group's, the policy is not asked.
 
   Attributes:
     loss: Σ weights·terms / denominator, KL and entropy included.
     kl: the same sum of the KL estimator's terms, before its coefficient.
-    entropy: mean over the tokens that train; with an `entropy_coef` the exact
-      entropy of what each was drawn from, otherwise its estimate, −log π of the
-      behaviour.
+    entropy: without an `entropy_coef` its estimate, the mean of −log π as the
+      sampler reported it, over the tokens that train; with one the exact
+      entropy of what each was drawn from, over those that learn.
     denominator: what the aggregate divided by.
     kept: groups in numerator and denominator.
     silent: groups whose raw scores are all equal (empty ones left out).
     regularized: groups under KL or entropy.
-    clip_fraction: share of the training tokens whose clip binds.
-    clamped: training tokens whose log-ratio to the reference was held.
-    corrected: share of the training tokens that the correction held or dropped.
-    first_ratio: the largest |π/π_sampler − 1| of a training token in the first
-      update, before anything moved: rounding, where the policy drew them.
+    computed: groups that went forward and backward, over all updates.
+    clip_fraction: share of the tokens that learn whose clip binds.
+    clamped: tokens whose log-ratio to the reference was held.
+    corrected: share of the tokens that learn that the correction held or
+      dropped.
+    first_ratio: the largest |π/π_sampler − 1| of a token that learns in the
+      first update, before anything moved: rounding, where the policy drew them.
     max_advantage: the largest |A| of a kept group.
     grad_norm: before the optimizer, the largest.
     skipped: updates not made, since nothing was kept.
@@ -69,6 +73,7 @@ class Info(NamedTuple):
   kept: jax.Array
   silent: jax.Array
   regularized: jax.Array
+  computed: jax.Array
   clip_fraction: jax.Array
   clamped: jax.Array
   corrected: jax.Array
@@ -90,38 +95,12 @@ class Learner(NamedTuple):
     init: (params, reference) → TrainState. With a KL the reference is copied
       into the state, and is the params given where none is; without a KL none
       is kept.
-    step: (state, rollout) → (state, Info).
+    step: (state, rollout, *, shards=1) → (state, Info). Where the groups lie in
+      equal pieces on several devices, `shards` says on how many: none is moved.
   """
 
   init: _Init
-  step: Callable[[TrainState, rollouts.Rollout], tuple[TrainState, Info]]
-
-
-class _Batch(NamedTuple):
-  """What an update takes of a rollout; 0 at slots that do not train."""
-
-  prompts: Any
-  tokens: jax.Array  # [B, G, T]
-  mask: jax.Array  # [B, G, T]
-  where: jax.Array  # [B, G]
-  advantages: jax.Array  # [B, G]
-  regularized: jax.Array  # [B]
-  drawn: jax.Array  # [B, G, T], log-probs that the sampler reported
-  behaviour: jax.Array  # [B, G, T], log-probs that a ratio is taken to
-  reference: jax.Array | None  # [B, G, T], log-probs
-  correction: tuple[jax.Array, jax.Array] | None  # [B, G, T], weights, affected
-
-
-class _Sums(NamedTuple):
-  """What adds up over micro-batches beside the gradient."""
-
-  loss: jax.Array
-  kl: jax.Array
-  tokens: jax.Array
-  entropy: jax.Array
-  clipped: jax.Array
-  clamped: jax.Array
-  corrected: jax.Array
+  step: Callable[..., tuple[TrainState, Info]]
 
 
 def policy_gradient(
@@ -150,12 +129,15 @@ def policy_gradient(
     the rule's `keep` says whether it counts in the denominator; a dropped group
       is in no sum at all;
     `regularize_silent` says whether, being kept, it is under KL and entropy.
+  Where its advantages are 0 and it is under neither, so are its terms: it is
+  counted, and not computed.
 
   Args:
     policy: what answers.
     optimizer: an optax transformation; it descends the loss.
     rule: rewards to advantages; `sigma.rule(op)` makes one of an operation.
-    surrogate: `losses.reinforce()` by default.
+    surrogate: `losses.reinforce()` by default; where the advantage is 0, its
+      terms are taken to be 0.
     aggregate: `losses.token_mean()` by default.
     kl_coef: of the KL to the state's reference.
     kl: the estimator.
@@ -173,7 +155,9 @@ def policy_gradient(
     mini_batches: into how many updates each time; each has a denominator of its
       own, while advantages and keeps are the whole batch's.
     micro_batches: in how many parts an update's gradient is taken, one after
-      another, which changes nothing but memory. All cuts run between groups.
+      another, which changes nothing but memory and time: the groups in which a
+      token learns are packed into as few parts as hold them, and the others are
+      not computed. With 1 all are. All cuts run between groups.
 
   Returns:
     A learner. Its step makes epochs·mini_batches updates. It leaves out, and
@@ -208,69 +192,9 @@ def policy_gradient(
     )
   parts = mini_batches * micro_batches
 
-  def log_probs_of(params, rollout: rollouts.Rollout):  # [B, G, T]
-    """Outside of what is differentiated, in parts no larger than its own."""
-    asked = rollout.prompts, rollout.tokens
-    if parts == 1:
-      return policy.log_prob(params, *asked)
-    found = jax.lax.map(
-      lambda x: policy.log_prob(params, *x), _cut(asked, parts)
-    )
-    return jnp.swapaxes(found, 0, 1).reshape(rollout.tokens.shape)
-
-  def loss(params, batch: _Batch, weights):
-    given = params, batch.prompts, batch.tokens
-    if with_entropy is not None:
-      log_probs, entropies = with_entropy(*given)
-      entropies = jnp.where(batch.mask, entropies, 0)
-    else:
-      log_probs, entropies = policy.log_prob(*given), -batch.behaviour
-    # Selected before anything is computed of it: what a masked slot holds
-    # reaches neither the loss nor, through 0·∞, the gradient.
-    log_probs = jnp.where(batch.mask, log_probs, 0)
-    terms, clipped = surrogate(
-      log_probs, batch.behaviour, batch.advantages[..., None], batch.mask
-    )
-    value = jnp.sum(weights * terms)
-    counts = jnp.where(batch.mask, batch.where[..., None], 0)
-    regularized = batch.regularized[:, None, None]
-    divergence = clamped = corrected = jnp.zeros([])
-    if batch.reference is not None:
-      divergence, clamped = kl(log_probs, batch.reference)
-      divergence = jnp.sum(jnp.where(regularized, weights * divergence, 0))
-      clamped = jnp.sum(counts * (regularized & clamped))
-      value += kl_coef * divergence
-    if entropy_coef:
-      bonus = jnp.sum(jnp.where(regularized, weights * entropies, 0))
-      value -= entropy_coef * bonus
-    if batch.correction is not None:
-      corrected = jnp.sum(counts * batch.correction[1])
-    sums = _Sums(
-      loss=value,
-      kl=divergence,
-      tokens=jnp.sum(counts),
-      entropy=jnp.sum(counts * entropies),
-      clipped=jnp.sum(counts * clipped),
-      clamped=clamped,
-      corrected=corrected,
-    )
-    off = jnp.abs(jnp.expm1(log_probs - batch.drawn))
-    return value, (sums, jnp.max(off, initial=0))
-
-  def gradient(params, batch: _Batch, weights):
-    slope = jax.grad(loss, has_aux=True)
-    if micro_batches == 1:
-      return slope(params, batch, weights)
-
-    def add(total, part):
-      grads, (sums, off) = slope(params, *part)
-      return jax.tree.map(jnp.add, total, (grads, sums)), off
-
-    cut = _cut((batch, weights), micro_batches)
-    grads, (sums, _) = jax.eval_shape(slope, params, batch, weights)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
-    (grads, sums), off = jax.lax.scan(add, zeros, cut)
-    return grads, (sums, jnp.max(off))
+  loss = updates.loss(
+    policy.log_prob, with_entropy, surrogate, kl, kl_coef, entropy_coef
+  )
 
   def init(params, reference=None):
     if not kl_coef:
@@ -282,7 +206,9 @@ def policy_gradient(
     opt_state = optimizer.init(params)
     return TrainState(jnp.zeros([], jnp.int32), params, opt_state, reference)
 
-  def step(state, rollout):
+  def step(
+    state: TrainState, rollout: rollouts.Rollout, *, shards: int = 1
+  ) -> tuple[TrainState, Info]:
     if len(rollout.where) % parts:
       raise ValueError(
         "`mini_batches`·`micro_batches` must divide the"
@@ -304,73 +230,95 @@ def policy_gradient(
     if not regularize_silent:
       regularized &= ~scores.silent
 
-    drawn = behaviour = jnp.where(mask, rollout.log_probs, 0)
+    learns = mask & ((advantages != 0) | regularized[:, None])[..., None]
+
+    def log_probs(params):
+      """Outside of what is differentiated, in parts no larger than its own."""
+      found = updates.log_probs(
+        policy.log_prob,
+        params,
+        rollout.prompts,
+        rollout.tokens,
+        learns,
+        parts=parts,
+        shards=shards,
+      )
+      return jnp.where(learns, found, 0)
+
+    drawn = behaviour = jnp.where(learns, rollout.log_probs, 0)
     if correction is None:
       corrected = None
       # Infinite, it could pass for a ratio that is merely clipped.
       behaviour = jnp.where(jnp.isfinite(drawn), drawn, jnp.nan)
     else:
-      behaviour = jnp.where(mask, log_probs_of(state.params, rollout), 0)
-      corrected = correction(behaviour - drawn, mask)
-    reference = None
-    if kl_coef:
-      reference = jnp.where(mask, log_probs_of(state.reference, rollout), 0)
-    batch = _Batch(
+      behaviour = log_probs(state.params)
+      corrected = correction(behaviour - drawn, learns)
+    where = rollout.where.astype(advantages.dtype)
+    batch = updates.Batch(
       prompts=rollout.prompts,
       tokens=rollout.tokens,
       mask=mask,
-      where=rollout.where.astype(advantages.dtype),
+      learns=learns,
+      where=where,
       advantages=advantages,
       regularized=regularized,
       drawn=drawn,
       behaviour=behaviour,
-      reference=reference,
+      reference=log_probs(state.reference) if kl_coef else None,
       correction=corrected,
     )
 
-    def update(carry, batch: _Batch):
+    def update(carry, batch: updates.Batch):
       weights, denominator = aggregate(batch.mask, batch.where)
       weights /= jnp.where(denominator > 0, denominator, 1)
       if batch.correction is not None:
         weights *= batch.correction[0]
-      grads, (sums, off) = gradient(carry[0], batch, weights)
+      weights = jnp.where(batch.learns, weights, 0)
+      grads, (sums, off), computed = updates.gradient(
+        loss, carry[0], batch, weights, parts=micro_batches, shards=shards
+      )
       grad_norm = optax.tree.norm(grads)
       finite = sound & jnp.isfinite(grad_norm)
       empty = denominator == 0
 
       def move(params, opt_state):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        moves, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, moves), opt_state
 
       carry = jax.lax.cond(
         finite & ~empty, move, lambda *unchanged: unchanged, *carry
       )
-      return carry, (sums, off, denominator, grad_norm, finite, empty)
+      return carry, (sums, off, denominator, grad_norm, finite, empty, computed)
 
     carry = state.params, state.opt_state
     if epochs * mini_batches == 1:
       carry, made = update(carry, batch)
     else:
-      cut = _cut(batch, mini_batches)
+      cut = updates.cut(batch, mini_batches)
       carry, made = jax.lax.scan(
         lambda carry, _: jax.lax.scan(update, carry, cut), carry, length=epochs
       )
-    sums, off, denominators, grad_norms, finite, empty = made
+    sums, off, denominators, grad_norms, finite, empty, computed = made
     denominator = jnp.sum(denominators)
     shares = denominators / jnp.where(denominator > 0, denominator, 1)
-    tokens = jnp.sum(sums.tokens)
-    tokens = jnp.where(tokens > 0, tokens, 1)
+    if entropy_coef:
+      entropy = _mean(sums.entropy, sums.tokens)
+    else:
+      counts = jnp.where(mask, where[..., None], 0)
+      said = jnp.where(mask, -rollout.log_probs, 0)
+      entropy = _mean(counts * said, counts)
     info = Info(
       loss=jnp.sum(shares * sums.loss),
       kl=jnp.sum(shares * sums.kl),
-      entropy=jnp.sum(sums.entropy) / tokens,
+      entropy=entropy,
       denominator=denominator,
       kept=jnp.sum(keep & occupied),
       silent=jnp.sum(scores.silent & occupied),
       regularized=jnp.sum(regularized),
-      clip_fraction=jnp.sum(sums.clipped) / tokens,
+      computed=jnp.sum(computed),
+      clip_fraction=_mean(sums.clipped, sums.tokens),
       clamped=jnp.sum(sums.clamped),
-      corrected=jnp.sum(sums.corrected) / tokens,
+      corrected=_mean(sums.corrected, sums.tokens),
       first_ratio=jnp.ravel(off)[0],
       max_advantage=jnp.max(
         jnp.where(keep[:, None], jnp.abs(advantages), 0), initial=0
@@ -385,14 +333,7 @@ def policy_gradient(
   return Learner(init, step)
 
 
-def _cut(tree: Any, parts: int) -> Any:
-  """[B, ...] → [parts, B/parts, ...]; part i has groups i, i + parts, ….
-
-  No part is then more on one shard than another.
-  """
-  return jax.tree.map(
-    lambda x: jnp.swapaxes(
-      x.reshape(len(x) // parts, parts, *x.shape[1:]), 0, 1
-    ),
-    tree,
-  )
+def _mean(sums: jax.Array, counts: jax.Array) -> jax.Array:
+  """Σ sums / Σ counts, and 0 of nothing."""
+  count = jnp.sum(counts)
+  return jnp.sum(sums) / jnp.where(count > 0, count, 1)

@@ -74,7 +74,8 @@ def data_parallel(learner: learners.Learner, mesh: Mesh) -> learners.Learner:
   """
 
   def step(state, rollout):
-    return learner.step(state, shard_groups(rollout, mesh))
+    rollout = shard_groups(rollout, mesh)
+    return learner.step(state, rollout, shards=mesh.size)
 
   def init(params, reference=None):
     return replicate(learner.init(params, reference), mesh)
@@ -96,7 +97,8 @@ def fuse(
 
   def step(state):
     rollout, counts = collect(state.params, state.step)
-    state, info = learner.step(state, shard_groups(rollout, mesh))
+    rollout = shard_groups(rollout, mesh)
+    state, info = learner.step(state, rollout, shards=mesh.size)
     return state, counts, info
 
   return _jit(step, mesh)

@@ -7,7 +7,8 @@ the answer without a score; where they are many the call is refused.
 Nothing here imports jax.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -91,7 +92,8 @@ class Pool:
       num_workers: processes. With 0 verifiers run in this one, without a time
         limit: for tests, and for verifiers that cannot hang.
       time_limit: wall-clock seconds for one call, kept to within a fifth.
-      max_failures: the share of a call's answers that may fail.
+      max_failures: the share of a call's answers that may fail; see
+        `together`.
 
     Raises:
       ValueError: if a number is out of its range, or a verifier has no name or
@@ -125,6 +127,7 @@ class Pool:
     self._pickled = dump(verifiers) if num_workers else b""
     self._workers: list[Worker] = []
     self._closed = False
+    self._together: tuple[int, int] | None = None  # Answers, and failed ones.
     self._fill()
 
   def __enter__(self) -> "Pool":
@@ -138,6 +141,18 @@ class Pool:
     self._closed = True
     self._drop(self._workers)
 
+  @contextlib.contextmanager
+  def together(self) -> Iterator[None]:
+    """Takes the calls within as one: `max_failures` is of all their answers.
+
+    Of a small call after a large one a share alone would be a matter of chance.
+    """
+    self._together = 0, 0
+    try:
+      yield
+    finally:
+      self._together = None
+
   def __call__(self, items: Items) -> dict[str, np.ndarray]:
     """Name → [N] scores, NaN where a verifier abstained or failed.
 
@@ -145,13 +160,14 @@ class Pool:
       items: N pairs (the answer's text, its question).
 
     Raises:
-      TooManyFailures: if more than `max_failures` of the N answers failed, as
-        soon as that is certain.
+      TooManyFailures: if more than `max_failures` of the N answers failed, or
+        of those since `together` began, as soon as that is certain.
       RuntimeError: if the pool is closed, or a worker cannot start.
     """
     if self._closed:
       raise RuntimeError("the pool must be open, it has been closed.")
-    call = _Call(self.verifiers, items, self._max_failures)
+    before = self._together or (0, 0)
+    call = _Call(self.verifiers, items, self._max_failures, *before)
     try:
       if self._num_workers:
         self._run(call)
@@ -167,6 +183,8 @@ class Pool:
       self.counts = Counts(*np.add(self.counts, call.counts).tolist())
       room = _NUM_MESSAGES - len(self.messages)
       self.messages += call.messages[:room]
+    if self._together:
+      self._together = call.asked, call.failed
     return call.parts
 
   def _run(self, call: "_Call") -> None:
@@ -206,13 +224,26 @@ class Pool:
 class _Call:
   """What is known of one call's answers so far."""
 
-  def __init__(self, names: Iterable[str], items: Items, share: float):
+  def __init__(
+    self,
+    names: Iterable[str],
+    items: Items,
+    share: float,
+    asked: int,
+    failed: int,
+  ):
     self.items = items
+    self.asked = asked + len(items)  # With those of the calls before.
     self.parts = {name: np.full(len(items), np.nan) for name in names}
     self.counts = Counts()
     self.messages: list[str] = []
     self._failed: set[int] = set()
-    self._allowed = share * len(items)
+    self._failed_before = failed
+    self._allowed = share * self.asked
+
+  @property
+  def failed(self) -> int:
+    return self._failed_before + len(self._failed)
 
   def jobs(self, number: int) -> list[Job]:
     """Every verifier on every answer, in at most `number` jobs for each."""
@@ -239,10 +270,10 @@ class _Call:
       text = self.items[index][0]
       cut = text if len(text) <= 80 else f"{text[:40]} … {text[-40:]}"
       self.messages.append(f"{name}: {result}, on {cut!r}")
-      if len(self._failed) > self._allowed:
+      if self.failed > self._allowed:
         raise TooManyFailures(
-          f"at most {self._allowed:g} of {len(self.items)} answers may be left"
-          f" without a score by failures, got {len(self._failed)} after"
+          f"at most {self._allowed:g} of {self.asked} answers may be left"
+          f" without a score by failures, got {self.failed} after"
           f" {self.counts.calls} calls ({self.counts.exceptions} exceptions,"
           f" {self.counts.timeouts} time-outs, {self.counts.died} dead"
           " processes):"

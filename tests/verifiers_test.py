@@ -416,3 +416,25 @@ def test_workers_end_with_a_parent_that_is_killed(run, text):
 def test_what_makes_no_pool_is_refused(arguments, message):
   with pytest.raises(ValueError, match=message):
     Pool(**{"verifiers": {"length": length}, **arguments})
+
+
+# --- Calls taken together ---
+
+
+def test_a_small_call_after_a_large_one_is_held_to_the_share_of_both():
+  """2 of 8 are a fifth of no call of 8, and little of a step's 40 answers."""
+  small, large = answers(*["raise"] * 2, *["1"] * 6), answers(*["1"] * 32)
+  with Pool({"f": unruly}, num_workers=0, max_failures=0.2) as pool:
+    with pytest.raises(TooManyFailures, match=r"at most 1.6 of 8 .* got 2"):
+      pool(small)
+    with pool.together():
+      pool(large)
+      for _ in range(4):  # 8 of 64 by then.
+        pool(small)
+      with pytest.raises(TooManyFailures, match=r"at most 16 of 80 .* got 17"):
+        pool(answers(*["raise"] * 16))
+    # What was tolerated then is not held against what follows, nor for it.
+    with pool.together():
+      pool(large)
+    with pytest.raises(TooManyFailures, match="of 8 answers"):
+      pool(small)
