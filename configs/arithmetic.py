@@ -1,6 +1,9 @@
 """Addition learnt from nothing: a small decoder on questions such as 47+85=.
 
-Hardware: two CPU cores. Time: minutes.
+Hardware: two CPU cores. Time: 3 to 8 minutes, by method and what else runs.
+Expected: 33 to 35 % of held-out sums right after the warm start; after 400
+steps 61 to 64 % (grpo), 61 to 62 % (dr_grpo), 66 % (dapo, with 1.6 times the
+rollouts).
 
   python -m experiments.main --config=configs/arithmetic.py --workdir=runs/a
 

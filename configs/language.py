@@ -11,20 +11,22 @@ import ml_collections
 # Every character of the keyboard, for tasks in words.
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 
-# What sets each method apart, as published; T is the longest answer.
+# What sets each method apart, as published, but that a batch makes one update
+# where `mini_batches` does not say more: no ratio leaves 1 then, and no clip binds.
 _GRPO = {"divide": {"power": 1.0}}
 _DAPO = {"mask": {}, "divide": {"power": 1.0}}
 
 
-def _methods(length: int) -> dict[str, dict]:
-  summed = {"aggregate": {"sequence_sum": {"denominator": float(length)}}}
+def _methods(length: Any) -> dict[str, dict[str, Any]]:
+  """By name; `length` is a reference, so that what depends on it follows."""
+  summed = {"aggregate": {"sequence_sum": {"denominator": length}}}
   reinforce = {"surrogate": {"reinforce": {}}, **summed}
   dapo = {
     "sigma": _DAPO,
     "surrogate": {"clipped": {"low": 0.2, "high": 0.28}},
     "aggregate": {"token_mean": {}},
     # Its soft overlong punishment, in tokens.
-    "length_penalty": (length, length // 5),
+    "length_buffer": length // 5,
     "weights": {"length": 1.0},
   }
   return {
@@ -51,12 +53,14 @@ def _methods(length: int) -> dict[str, dict]:
       "sigma": _GRPO,
       "surrogate": {"sequence_clipped": {"low": 3e-4, "high": 4e-4}},
       "aggregate": {"sequence_mean": {}},
+      "mini_batches": 4,
     },
     # arXiv:2506.13585: the ratio's clip weighs, and stops no gradient.
     "cispo": {
       "sigma": _GRPO,
       "surrogate": {"cispo": {"high": 0.28}},
       "aggregate": {"token_mean": {}},
+      "mini_batches": 4,
     },
     # TRL's scale_rewards="batch": σ is of all rewards of the batch.
     "batch_scaled": {
@@ -78,12 +82,14 @@ def base(method: str, length: int) -> ml_collections.ConfigDict:
     method: what is trained with.
     length: how many tokens an answer has at most.
   """
-  methods = _methods(length)
+  config = ml_collections.ConfigDict()
+  # Of an answer, at most, its stop included.
+  config.answer_length = length
+  methods = _methods(config.get_ref("answer_length"))
   if method not in methods:
     raise ValueError(
       f"the method must be one of {', '.join(methods)}, got {method!r}"
     )
-  config = ml_collections.ConfigDict()
   # What is built: experiments/language.py.
   config.builder = "language"
 
@@ -97,13 +103,16 @@ def base(method: str, length: int) -> ml_collections.ConfigDict:
   config.verifiers = {"correct": {"number": {}}}
   # The verifier whose word decides which groups are silent.
   config.score = "correct"
+  # Questions whose own answers it must call right before a run begins; 0 where
+  # a score of 1 is not what means right.
+  config.checked_golds = 200
   # What each verifier, and the length, weighs in the reward.
   config.weights = {"correct": 1.0}
-  # (limit, buffer) of DAPO's soft penalty, in tokens, or nothing.
-  config.length_penalty = ()
-  # Tokens of a prompt and of an answer, at most.
+  # Over how many tokens before the longest answer DAPO's soft penalty grows to
+  # 1; none where 0.
+  config.length_buffer = 0
+  # Tokens of a prompt, at most.
   config.prompt_width = 64
-  config.answer_length = length
   # Processes that verify, seconds that one answer may take, and the share of a
   # step's answers whose verifier may fail.
   config.verifier_workers = 1
@@ -160,10 +169,11 @@ def base(method: str, length: int) -> ml_collections.ConfigDict:
   config.group_size = 8
   config.num_steps = 200
   # Times each batch is gone through, updates each time, and the parts in which
-  # an update's gradient is taken.
+  # an update's gradient is taken: silent groups cost nothing but for those that
+  # fill a part, and parts that fit a CPU's cache are faster than the whole.
   config.epochs = 1
   config.mini_batches = 1
-  config.micro_batches = 1
+  config.micro_batches = 8
   # A function of optax, its rate, and the norm that gradients are clipped to.
   config.optimizer = {"adamw": {"b2": 0.99, "weight_decay": 0.0}}
   config.learning_rate = 3e-4
@@ -172,7 +182,7 @@ def base(method: str, length: int) -> ml_collections.ConfigDict:
   config.clip_norm = 1.0
   # Of parameters, order of questions and every draw.
   config.seed = 0
-  # Steps in a row that may train on nothing.
+  # Steps in a row that may train on nothing, since the process began.
   config.max_skipped = 20
 
   # --- the machine ---

@@ -92,9 +92,8 @@ def main(argv):
 def _our_loop(experiment, steps: int) -> None:
   """The run's program, without what it logs."""
   import jax
-  import jax.numpy as jnp
 
-  state, metrics = jax.tree.map(jnp.copy, experiment.state), None
+  state, metrics = experiment.start(), None
   for _ in range(steps):
     state, metrics = experiment.step(state)
   jax.block_until_ready((state, metrics))

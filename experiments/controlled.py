@@ -110,17 +110,15 @@ def _measure_mass(
   config: Config,
 ) -> tuple[np.ndarray, np.ndarray]:
   """Share of the training step's own first update by bin, and its error."""
-  import jax
-  import jax.numpy as jnp
 
   from experiments import scalar, train
 
   experiment = train.build(config)
-  start = np.asarray(experiment.state.params, np.float64)
+  start = np.asarray(experiment.start().params, np.float64)
   bins = np.digitize(scalar.population(config), _BINS[1:-1])
   sums = []
   for draw in range(_MASS_DRAWS):
-    state = jax.tree.map(jnp.copy, experiment.state)
+    state = experiment.start()
     state, _ = experiment.step(state._replace(step=config.num_steps + draw))
     moved = np.asarray(state.params, np.float64) - start
     sums.append(np.bincount(bins, moved, minlength=10))

@@ -65,13 +65,13 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
   import jax
   import numpy as np
 
-  from experiments import building, language, workdir
+  from experiments import building, parts, workdir
   from groupstd import estimates, tasks
 
   temperature = _TEMPERATURE.value or config.temperature
   n, total = _SAMPLES.value, _QUESTIONS.value
   with cli.building():
-    made = language.parts(config)
+    made = parts.parts(config)
   with made.pool:
     drawing, greedy = made.policy(temperature), made.policy(0.0)
     step, loaded = workdir.load(
@@ -90,7 +90,7 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
       drawn = jax.device_get(
         policy_sample(loaded["params"], keys, prompts, size)
       )
-      with language.verifying("at an evaluation"):
+      with parts.verifying("at an evaluation"):
         verdict = tasks.check_scores(
           task.reward(prompts, drawn.tokens, drawn.mask), prompts.index, size
         )

@@ -61,7 +61,6 @@ def build(config: ml_collections.ConfigDict) -> train.Experiment:
     "max_draws": config.max_draws,
   }
   learner = _reporting(learner, config)
-  state = learner.init(policy.init(jax.random.key(config.seed)))
   if config.max_rounds == 1 and not config.plan:
     # Drawn by jax, exactly, in the program of the step.
     collect = draws.collect_bernoulli(
@@ -87,11 +86,11 @@ def build(config: ml_collections.ConfigDict) -> train.Experiment:
     metrics = {**counts._asdict(), **info._asdict()}
     return state, {k: v for k, v in metrics.items() if v is not None}
 
-  return train.Experiment(
-    sharding.replicate(state, mesh),
-    step,
-    _observer(config, probabilities),
-  )
+  def start():
+    params = policy.init(jax.random.key(config.seed))
+    return sharding.replicate(learner.init(params), mesh)
+
+  return train.Experiment(start, step, _observer(config, probabilities))
 
 
 def build_op(config: ml_collections.ConfigDict) -> sigma.SigmaOp:
@@ -234,8 +233,8 @@ def _reporting(
   if "reinforce" not in config.surrogate:
     logged |= {"loss", "clip_fraction"}
 
-  def step(state, rollout):
-    state, info = learner.step(state, rollout)
+  def step(state, rollout, **where):
+    state, info = learner.step(state, rollout, **where)
     return state, info._replace(**dict.fromkeys(set(info._fields) - logged))
 
   return learners.Learner(learner.init, step)

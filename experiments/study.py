@@ -45,10 +45,15 @@ def main(argv):
 
   with cli.building():
     runs = _runs(folder)
+  rows = {}
   for (method, seed), config in runs.items():
-    train.warm_up(config, config.init)
-    train.run(config, folder / f"{method}_{seed}", f"{method}, seed {seed}")
-  rows = {key: _row(folder / "{}_{}".format(*key)) for key in runs}
+    path, stopped = folder / f"{method}_{seed}", None
+    try:
+      train.warm_up(config, config.init)
+      train.run(config, path, f"{method}, seed {seed}")
+    except cli.Stopped as reason:  # Of one run, and the others go on.
+      stopped = str(reason)
+    rows[method, seed] = _row(path) | {"stopped": stopped}
   (folder / "study.json").write_text(
     json.dumps([{"method": m, "seed": s, **r} for (m, s), r in rows.items()])
     + "\n"
@@ -86,20 +91,19 @@ def _runs(
 
 
 def _row(path: pathlib.Path) -> dict[str, Any]:
-  """A run's curve and what it came to."""
+  """A run's curve and what it came to, as far as it came."""
   from experiments import workdir
 
-  lines = workdir.read_metrics(path)
+  lines = workdir.read_metrics(path) if path.exists() else []
   drawn, curve = 0, []
   for line in lines:
     if "accuracy" in line:
       curve.append((line["step"], drawn, line["accuracy"]))
     drawn += line.get("drawn", 0)
-  last = max(line["step"] for line in lines)
   return {
-    "start": curve[0][2],
-    "end": curve[-1][2],
-    "steps": last,
+    "start": curve[0][2] if curve else None,
+    "end": curve[-1][2] if curve else None,
+    "steps": max((line["step"] for line in lines), default=0),
     "drawn": drawn,
     "minutes": sum(_seconds(lines)) / 60,
     "silent": [x["silent_share"] for x in lines if "silent_share" in x],
@@ -127,6 +131,8 @@ def _draw(rows: dict[tuple[str, int], Any], folder: pathlib.Path) -> None:
   methods = list(dict.fromkeys(method for method, _ in rows))
   seen = set()
   for (method, _), row in rows.items():
+    if not row["curve"]:
+      continue
     color = _COLORS[methods.index(method) % len(_COLORS)]
     style = {"color": color, "label": None if method in seen else method}
     seen.add(method)
@@ -149,7 +155,7 @@ def _draw(rows: dict[tuple[str, int], Any], folder: pathlib.Path) -> None:
   )
   silent.set(title="c  Silent groups among first draws", xlabel="step")
   for axis in axes:
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axis.spines[["top", "right"]].set_visible(False)
   by_step.legend(frameon=False)
   for suffix in "png", "pdf":
@@ -165,16 +171,19 @@ def _print(rows: dict[tuple[str, int], Any]) -> None:
   for name in "method", "seed", "warm start", "end", "steps", "rollouts", "min":
     table.add_column(name, justify="left" if name == "method" else "right")
   for (method, seed), row in rows.items():
+    shares = (row["start"], row["end"])
     table.add_row(
       method,
       str(seed),
-      f"{row['start']:.1%}",
-      f"{row['end']:.1%}",
-      str(row["steps"]),
+      *("-" if share is None else f"{share:.1%}" for share in shares),
+      f"{row['steps']}{', stopped' if row['stopped'] else ''}",
       f"{row['drawn']:,}",
       f"{row['minutes']:.1f}",
     )
   Console().print(table)
+  for (method, seed), row in rows.items():
+    if row["stopped"]:
+      print(f"{method}, seed {seed}, stopped itself: {row['stopped']}")
 
 
 if __name__ == "__main__":

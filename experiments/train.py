@@ -1,6 +1,7 @@
 """From a config to a run: the loop that every experiment goes through."""
 
 from collections.abc import Callable, Iterable
+import functools
 import importlib
 import os
 import pathlib
@@ -32,7 +33,8 @@ class Experiment(NamedTuple):
   """What the loop runs.
 
   Attributes:
-    state: where training starts.
+    start: → where training starts. Not a state, which would stay in memory as
+      long as the run.
     step: state → (state, what the step drew and did, by name); takes over the
       state's buffers, unless it raises `cli.Stopped`.
     observe: params → what is measured of the policy as a whole, by name; may
@@ -42,7 +44,7 @@ class Experiment(NamedTuple):
     close: ends what it has begun.
   """
 
-  state: learners.TrainState
+  start: Callable[[], learners.TrainState]
   step: Callable[
     [learners.TrainState], tuple[learners.TrainState, dict[str, Any]]
   ]
@@ -117,15 +119,18 @@ def _run(
   """Runs the loop in a folder of its own; returns the state at the end."""
   begun = time.monotonic()
   with workdir.Workdir(path, config) as folder:
-    state, warm_start = experiment.state, experiment.warm_start
-    if warm_start is not None:
-      warm = _run(
-        warm_start.experiment,
-        warm_start.config,
-        path / "warmup",
-        f"{description}: warm start",
+    warm_start = experiment.warm_start
+    if warm_start is None or folder.resumes:
+      state = experiment.start()
+    else:
+      state = warm_start.begin(
+        _run(
+          warm_start.experiment,
+          warm_start.config,
+          path / "warmup",
+          f"{description}: warm start",
+        ).params
       )
-      state = warm_start.begin(warm.params)
     state = folder.restore(state)
     start, end = int(state.step), config.num_steps
     waiting: list[tuple[int, dict[str, Any]]] = []
@@ -137,7 +142,7 @@ def _run(
           if metrics.get("nonfinite"):
             raise FloatingPointError(
               f"step {step}: a reward, an advantage or a gradient was not"
-              f" finite; nothing was updated. The run is in {path}."
+              f" finite; it updated nothing. The run is in {path}."
             )
           metrics["seconds"] = time.monotonic() - begun
           folder.log(step, metrics)
@@ -156,6 +161,9 @@ def _run(
             flush()
             folder.save(step, state)
             raise
+          if step == start:
+            jax.block_until_ready(state)
+            _tell_first_step()
           waiting.append((step, metrics | stepped))
           if len(waiting) == 10:
             flush()
@@ -166,3 +174,23 @@ def _run(
       waiting.append((end, experiment.observe(state.params)))
       flush()
   return state
+
+
+@functools.cache  # Of several runs in a process, the first.
+def _tell_first_step() -> None:
+  print(
+    f"first step after {time.monotonic() - cli.BEGUN:.1f} s,"
+    f" {sum(_compiling):.1f} s of it compiling"
+  )
+
+
+# Seconds of each program that was compiled or, if it was kept, read.
+_compiling: list[float] = []
+
+
+def _listen(event: str, duration_secs: float, **_: str | int) -> None:
+  if event == "/jax/core/compile/backend_compile_duration":
+    _compiling.append(duration_secs)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)

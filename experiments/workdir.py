@@ -162,6 +162,11 @@ class Workdir(contextlib.AbstractContextManager):
     response = self._checkpointer.save_async(step, saved, force=True)
     self._saving = self._thread.submit(self._seal, step, response)
 
+  @property
+  def resumes(self) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return bool(checkpoints.steps(self.path / _CHECKPOINTS))
+
   def metrics(self) -> list[dict[str, Any]]:
     """The lines logged so far."""
     return read_metrics(self.path)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tiny_language
 
-from experiments import language, train, workdir
+from experiments import building, train, workdir
+from groupstd import answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 
@@ -27,6 +28,7 @@ RUNS = {
     "num_steps": 50,
     "temperature": 0.6,
     "max_draws": 3,
+    "micro_batches": 8,
     "weights": {"correct": 0.7, "length": 0.3},
   },
   "often": {
@@ -34,6 +36,7 @@ RUNS = {
     "num_steps": 12,
     "epochs": 2,
     "mini_batches": 2,
+    "micro_batches": 2,
     "decay": "linear",
     "warmup_updates": 5,
   },
@@ -256,7 +259,7 @@ def test_schedules_rise_from_above_0_and_end_at_the_last_update(tmp_path):
     config = tiny_language.config(
       tmp_path, optimizer={"sgd": {}}, clip_norm=0.0, decay=decay
     )
-    descent = language.optimizer(config, 10, "config")
+    descent = building.optimizer(config, 10, "config")
     state, rates = descent.init(jnp.zeros(1)), []
     for _ in range(11):
       updates, state = descent.update(jnp.ones(1), state)
@@ -269,18 +272,26 @@ def test_schedules_rise_from_above_0_and_end_at_the_last_update(tmp_path):
 
 def test_weights_multiply_parts(tmp_path, monkeypatch):
   """.7 of a verifier that always says 1, .3 of one that always says 0."""
-  monkeypatch.setattr(language.answers, "one", lambda: _One(), raising=False)
-  monkeypatch.setattr(language.answers, "nil", lambda: _Nil(), raising=False)
-  names = [*language.answers.__all__, "one", "nil"]
-  monkeypatch.setattr(language.answers, "__all__", names)
+
+  def one() -> answers.Verifier:
+    return _One()
+
+  def nil() -> answers.Verifier:
+    return _Nil()
+
+  monkeypatch.setattr(answers, "one", one, raising=False)
+  monkeypatch.setattr(answers, "nil", nil, raising=False)
+  names = [*answers.__all__, "one", "nil"]
+  monkeypatch.setattr(answers, "__all__", names)
   config = tiny_language.config(
     tmp_path,
     verifiers={"a": {"one": {}}, "b": {"nil": {}}},
     weights={"a": 0.7, "b": 0.3},
     score="b",
+    checked_golds=0,
   )
   experiment = train.build(config)
-  _, found = experiment.step(experiment.state)
+  _, found = experiment.step(experiment.start())
   assert found["reward"] == pytest.approx(0.7)
   assert (found["reward/a"], found["reward/b"]) == (1, 0)
   assert (found["reward_drawn"], found["all_wrong"]) == (0, 1)

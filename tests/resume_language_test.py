@@ -151,12 +151,12 @@ def test_a_run_may_start_from_another_ones_parameters(whole):
   experiment = train.build(other)
   assert experiment.warm_start is None
   _, state = tiny_language.state(path, config)
-  for params in experiment.state.params, experiment.state.reference:
+  for params in experiment.start().params, experiment.start().reference:
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
-  assert experiment.state.step == 0
+  assert experiment.start().step == 0
   # The warm start alone is a run's folder too.
   other.init = str(path / "warmup")
-  warm = train.build(other).state
+  warm = train.build(other).start()
   with pytest.raises(AssertionError):
     jax.tree.map(np.testing.assert_array_equal, warm.params, state.params)
   other.model.width = 32

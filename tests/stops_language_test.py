@@ -38,14 +38,23 @@ class Switch:
 def switch(monkeypatch):
   """One verifier, as if `answers` had a function `switch` for it."""
   made = Switch()
-  monkeypatch.setattr(answers, "switch", lambda: made, raising=False)
+
+  def function() -> answers.Verifier:
+    return made
+
+  monkeypatch.setattr(answers, "switch", function, raising=False)
   monkeypatch.setattr(answers, "__all__", [*answers.__all__, "switch"])
   return made
 
 
 def config(path, **fields):
   return tiny_language.config(
-    path, "dapo", verifiers={"correct": {"switch": {}}}, max_rounds=2, **fields
+    path,
+    "dapo",
+    verifiers={"correct": {"switch": {}}},
+    max_rounds=2,
+    checked_golds=0,
+    **fields,
   )
 
 
@@ -69,7 +78,7 @@ def test_a_verifier_that_always_raises_stops_the_run(tmp_path, switch):
   assert switch.calls == 4  # No call more than it takes to know.
   step, state = tiny_language.state(tmp_path / "run", made)
   assert step == 0
-  assert equal(copy(state), copy(train.build(made).state))
+  assert equal(copy(state), copy(train.build(made).start()))
   assert workdir.read_metrics(tmp_path / "run") == []
 
 
@@ -93,7 +102,7 @@ def test_a_verifier_that_breaks_in_a_step_stops_it_there(
   monkeypatch.undo()
   assert len(states) == 4
   # What was done until then is there, and the step that failed is not.
-  saved, state = workdir.load(tmp_path / "run", experiment.state)
+  saved, state = workdir.load(tmp_path / "run", experiment.start())
   assert saved == 3
   assert equal(copy(state), states[3])
   lines = workdir.read_metrics(tmp_path / "run")
@@ -115,7 +124,7 @@ def test_a_run_that_finds_nothing_to_train_on_stops(tmp_path, switch):
     assert line["drawn"] == 4 * 4 * 2  # Groups, answers, rounds: no more.
     assert line["scale"] is None
   step, state = tiny_language.state(tmp_path / "run", made)
-  fresh = train.build(made).state
+  fresh = train.build(made).start()
   # Not an update, and not a count of one either; the data moved on.
   assert step == state.step == 3
   assert equal(copy(state), copy(fresh))
@@ -126,7 +135,7 @@ def test_a_run_that_finds_nothing_to_train_on_stops(tmp_path, switch):
 def test_one_good_step_makes_the_run_patient_again(tmp_path, switch):
   made = config(tmp_path, max_skipped=2, num_steps=50)
   experiment = train.build(made)
-  state = experiment.state
+  state = experiment.start()
   for word, skipped in [(0.0, 1), ("mixed", 0), (1.0, 1), (0.0, 1)]:
     switch.word = word
     state, found = experiment.step(state)
@@ -154,7 +163,11 @@ def test_the_program_says_why_in_a_line_and_exits_with_3(tmp_path, word):
       sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / "tests")!r}]
       import broken, tiny_language
       from groupstd import answers, transformer
-      answers.broken = lambda: broken.say
+
+      def say() -> answers.Verifier:
+        return broken.say
+
+      answers.broken = say
       answers.__all__ += ["broken"]
 
       def get_config(_=""):
@@ -163,6 +176,7 @@ def test_the_program_says_why_in_a_line_and_exits_with_3(tmp_path, word):
           "dapo",
           verifiers={{"correct": {{"broken": {{}}}}}},
           verifier_workers=1,
+          checked_golds=0,
           max_skipped=2,
         )
     """)
@@ -211,7 +225,7 @@ def test_a_sampler_that_reports_other_log_probs_raises_an_alarm(
   monkeypatch.setattr(transformer, "policy", shifted)
   experiment = train.build(tiny_language.config(tmp_path))
   logging.set_verbosity(logging.WARNING)
-  _, found = experiment.step(experiment.state)
+  _, found = experiment.step(experiment.start())
   # exp(−0.01) − 1, to rounding of the log-probs.
   assert found["first_ratio"] == pytest.approx(1 - np.exp(-0.01), abs=1e-5)
   assert "first ratio is off 1 by 0.01" in caplog.text
@@ -222,7 +236,7 @@ def test_answers_that_are_all_cut_off_raise_an_alarm(tmp_path, caplog):
   config = tiny_language.config(tmp_path, answer_length=1)
   config.tokenizer.characters.alphabet += "abcdefghijklmnopqrstuvwxyz"
   experiment = train.build(config)
-  _, found = experiment.step(experiment.state)
+  _, found = experiment.step(experiment.start())
   assert found["truncated"] > 0.9
   share = f"{found['truncated']:.0%} of the answers were cut off"
   assert f"{share} at config.answer_length" in caplog.text

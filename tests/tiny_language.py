@@ -40,12 +40,13 @@ def config(
       source.jsonl.difficulty = "bits"
   made.tokenizer.characters.alphabet = ALPHABET
   made.model = {"width": 16, "num_layers": 1, "num_heads": 1, "hidden": 32}
-  if made.length_penalty:
-    made.length_penalty = (4, 2)
+  if made.length_buffer:
+    made.length_buffer = 2
   tiny = {
     "answer_length": 4,
     "eval_questions": 16,
     "group_size": 4,
+    "micro_batches": 1,
     "num_groups": 4,
     "num_steps": 8,
     "prompt_width": 6,
@@ -88,7 +89,7 @@ def state(path: pathlib.Path, config: ml_collections.ConfigDict):
   """(step, state) of the newest checkpoint."""
   experiment = train.build(config)
   experiment.close()
-  return workdir.load(path, experiment.state)
+  return workdir.load(path, experiment.start())
 
 
 def groups(path: pathlib.Path) -> dict[int, dict[tuple[int, int], list[dict]]]:

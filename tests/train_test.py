@@ -29,7 +29,7 @@ def small(method, **fields):
 def final_state(path, config):
   """The checkpoint's state, by leaf."""
   with workdir.Workdir(path, config) as folder:
-    return jax.device_get(folder.restore(train.build(config).state))
+    return jax.device_get(folder.restore(train.build(config).start()))
 
 
 def without_clock(path):
@@ -132,7 +132,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_uninterrupted_one(tmp_path):
     train.run(config, parts)
     # Back to the checkpoint of step 10, as if it had been killed after it.
     with workdir.Workdir(parts, config) as folder:
-      folder.restore(train.build(config).state)
+      folder.restore(train.build(config).start())
       folder._remove(12, "the test wants it")
     train.run(config, parts)
     assert without_clock(parts) == without_clock(whole)
