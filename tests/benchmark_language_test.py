@@ -1,0 +1,245 @@
+"""The benchmark's three programs do the same work; nothing here is timed."""
+
+import functools
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import benchmark_language, benchmark_work, floor
+from groupstd import learners, losses, rollouts, sigma
+
+SIZE = benchmark_work.SIZES["tiny"]
+LOOPS = {"floor": floor.floor(SIZE), "plain": floor.plain(SIZE)}
+
+
+@functools.cache
+def case():
+  """Ours with parameters that are far from flat, and a batch."""
+  rng = np.random.default_rng(0)
+  policy = benchmark_language.policy(SIZE)
+  params = jax.tree.map(
+    # Biases and scales too, which begin at 0 and 1.
+    lambda x: x + rng.normal(0, 0.3, x.shape).astype(np.float32),
+    policy.init(jax.random.key(0)),
+  )
+  shape = SIZE.groups, SIZE.group_size, SIZE.length
+  prompts = rng.integers(0, SIZE.vocabulary, (SIZE.groups, SIZE.prompt))
+  tokens = rng.integers(0, SIZE.vocabulary, shape)
+  rewards = rng.integers(0, 3, shape[:2]).astype(np.float32)
+  rewards[0] = 1  # A silent group, whose σ divides nothing.
+  return policy, params, jnp.asarray(prompts), jnp.asarray(tokens), rewards
+
+
+@functools.cache
+def our_log_probs():
+  policy, params, prompts, tokens, _ = case()
+  return jax.jit(policy.log_prob)(params, prompts, tokens)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_log_probs_are_ours(name):
+  _, params, prompts, tokens, _ = case()
+  loop = LOOPS[name]
+  found = jax.jit(loop.log_prob)(loop.convert(params), prompts, tokens)
+  # float32's rounding through two layers, at log-probs of about −5.
+  np.testing.assert_allclose(found, our_log_probs(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_update_is_our_learners(name):
+  """By plain descent of rate 1, whose step is the gradient itself."""
+  policy, params, prompts, tokens, rewards = case()
+  learner = learners.policy_gradient(
+    policy,
+    optax.sgd(1.0),
+    sigma.rule(sigma.divide()),
+    surrogate=losses.clipped(low=0.2, high=0.2),
+    micro_batches=SIZE.groups // SIZE.chunk,
+  )
+  rollout = rollouts.Rollout(
+    prompts=prompts,
+    tokens=tokens,
+    mask=jnp.ones(tokens.shape, bool),
+    log_probs=our_log_probs(),
+    rewards=jnp.asarray(rewards),
+    scores=jnp.asarray(rewards),
+    where=jnp.ones(rewards.shape, bool),
+  )
+  stepped, _ = jax.jit(learner.step)(learner.init(params), rollout)
+  loop = LOOPS[name]
+  gradient = jax.jit(loop.gradient)(
+    loop.convert(params), prompts, tokens, floor.advantages(rewards)
+  )
+  expected = loop.convert(jax.tree.map(jnp.subtract, params, stepped.params))
+  size = optax.tree.norm(gradient)
+  assert size > 0.01
+  off = jax.tree.map(jnp.subtract, gradient, expected)
+  assert optax.tree.norm(off) < 1e-5 * size
+  for leaf in jax.tree.leaves(gradient):
+    assert jnp.max(jnp.abs(leaf)) > 0
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_samples_are_of_the_distribution_that_log_prob_says(name):
+  """The mean surprise at what is drawn is the entropy of what it is drawn from.
+
+  At each position E[−log π(token)] = E[H], where both are of the prefixes that
+  were drawn; ours gives either for the loop's tokens.
+  """
+  policy, params, prompts, _, _ = case()
+  loop = LOOPS[name]
+  sample = jax.jit(loop.sample)
+  both = jax.jit(policy.log_prob_and_entropy)
+  gaps = []
+  for i in range(200):
+    tokens = sample(loop.convert(params), jax.random.key(i), prompts)
+    log_probs, entropies = both(params, prompts, tokens)
+    gaps.append(np.asarray(-log_probs - entropies).reshape(-1, SIZE.length))
+  gaps = np.concatenate(gaps)
+  error = gaps.std(axis=0) / math.sqrt(len(gaps))
+  assert np.all(np.abs(gaps.mean(axis=0)) < 4 * error)
+  # And sharp enough to see a prefix or a position mistaken.
+  assert np.all(error < 0.05)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_likeliest_tokens_are_ours(name):
+  """With logits so far apart that chance decides nothing."""
+  _, params, prompts, _, _ = case()
+  params = params | {"norm": {"scale": 1e4 * params["norm"]["scale"]}}
+  loop = LOOPS[name]
+  tokens = jax.jit(loop.sample)(
+    loop.convert(params), jax.random.key(0), prompts
+  )
+  greedy = benchmark_language.policy(SIZE, temperature=0.0)
+  unused = jax.random.split(jax.random.key(0), SIZE.groups)
+  expected = jax.jit(greedy.sample, static_argnums=3)(
+    params, unused, prompts, SIZE.group_size
+  )
+  np.testing.assert_array_equal(tokens, expected.tokens)
+  assert len(np.unique(tokens)) > 5
+
+
+def test_an_advantage_of_a_silent_group_is_zero():
+  found = floor.advantages(np.array([[1.0, 1, 1, 1], [0, 1, 0, 1]]))
+  np.testing.assert_array_equal(found, [[0, 0, 0, 0], [-1, 1, -1, 1]])
+
+
+def enumerated(size, *, shared):
+  """(sampling, update) FLOPs, token by token and pair by pair."""
+  d, v = size.width, size.vocabulary
+  through = size.layers * 2 * (4 * d * d + 3 * d * size.hidden)
+  layers = prefix = heads = 0
+  for _ in range(size.groups):
+    for answer in range(size.group_size):
+      for place in range(size.prompt + size.length - 1):
+        if place < size.prompt and shared and answer:
+          continue
+        # A product with each key that it may see, and one with its value.
+        layers += through + size.layers * 4 * d * (place + 1)
+      heads += size.length
+      prefix += answer > 0 and shared
+  head = 2 * d * v
+  # In sampling a group's first tokens are drawn from one row of logits.
+  return layers + head * (heads - prefix), 3 * (layers + head * heads)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", ["tiny", "S"])
+def test_flops_are_those_of_each_token_and_pair(name, shared):
+  size = benchmark_work.SIZES[name]
+  sampling, update = enumerated(size, shared=shared)
+  assert size.sampling_flops(shared=shared) == sampling
+  assert size.update_flops(shared=shared) == update
+
+
+def products(jaxpr):
+  """FLOPs of the program's products of matrices."""
+  total = 0
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "dot_general":
+      (contracted, _), _ = equation.params["dimension_numbers"]
+      shape = equation.invars[0].aval.shape
+      inner = math.prod(shape[i] for i in contracted)
+      total += 2 * inner * math.prod(equation.outvars[0].aval.shape)
+    for value in equation.params.values():
+      if isinstance(value, jax.extend.core.ClosedJaxpr):
+        total += products(value.jaxpr)
+  return total
+
+
+def test_the_floors_program_multiplies_what_the_formula_says():
+  """Forward; whole squares where a causal mask leaves half to be seen."""
+  _, params, prompts, tokens, _ = case()
+  loop = LOOPS["floor"]
+  found = products(
+    jax.make_jaxpr(loop.log_prob)(loop.convert(params), prompts, tokens).jaxpr
+  )
+  more, answers = SIZE.length - 1, SIZE.groups * SIZE.group_size
+  hidden = SIZE.groups * SIZE.prompt * (SIZE.prompt - 1) // 2
+  hidden += answers * more * (more - 1) // 2
+  # The program's one product of all rows with the prompt's keys is halved by
+  # no mask for answers.
+  unseen = 4 * SIZE.width * SIZE.layers * hidden
+  assert found == SIZE.update_flops(shared=True) // 3 + unseen
+
+
+def test_parameters_are_counted():
+  _, params, *_ = case()
+  number = sum(x.size for x in jax.tree.leaves(params))
+  assert number == SIZE.parameters
+  for loop in LOOPS.values():
+    converted = jax.tree.leaves(loop.convert(params))
+    assert sum(x.size for x in converted) == number
+
+
+def test_ours_is_rewarded_as_the_loops_are():
+  tokenizer = benchmark_work.tokenizer()
+  assert tokenizer.vocab_size == SIZE.vocabulary
+  assert tokenizer.stop == ()
+  counted = [
+    benchmark_work.share(tokenizer.decode([i]), None, length=1)
+    for i in range(SIZE.vocabulary)
+  ]
+  assert sum(counted) == 20
+  for question in benchmark_work.asked(SIZE, 10):
+    assert len(tokenizer.encode(question.prompt)) == SIZE.prompt
+
+
+def test_it_measures_every_step_of_every_program():
+  programs = {
+    "ours": benchmark_language.ours(SIZE, steps=2, workers=0),
+    **{x: benchmark_language.by_hand(SIZE, x, steps=2) for x in LOOPS},
+  }
+  try:
+    times = benchmark_language.measure(programs, runs=2, steps=2)
+  finally:
+    for program in programs.values():
+      program.close()
+  for columns in times.values():
+    for field, values in columns.items():
+      assert values.shape == (2, 2), field
+      assert np.all(values >= 0)
+    parts = columns["sampling"] + columns["host"] + columns["update"]
+    assert np.all(parts <= columns["wall"])
+    assert np.all(columns["reward"] < 0.7)
+  found = benchmark_language.summary(SIZE, times)
+  assert found["floor"]["cpu_over_floor"] == 1
+  json.dumps(found)
+
+
+def test_importing_the_work_does_not_import_jax():
+  """A verifying process imports it, and should begin at once."""
+  import subprocess
+
+  code = "import sys, experiments.benchmark_work; print('jax' in sys.modules)"
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  )
+  assert done.stdout.strip() == "False"
