@@ -12,7 +12,7 @@ import ml_collections
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 
 # What sets each method apart, as published, but that a batch makes one update
-# where `mini_batches` does not say more: no ratio leaves 1 then, and no clip binds.
+# where `mini_batches` does not say more: then no ratio leaves 1, no clip binds.
 _GRPO = {"divide": {"power": 1.0}}
 _DAPO = {"mask": {}, "divide": {"power": 1.0}}
 
