@@ -3,7 +3,9 @@
 import functools
 import json
 import math
+import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -212,32 +214,74 @@ def test_ours_is_rewarded_as_the_loops_are():
     assert len(tokenizer.encode(question.prompt)) == SIZE.prompt
 
 
-def test_it_measures_every_step_of_every_program():
-  programs = {
-    "ours": benchmark_language.ours(SIZE, steps=2, workers=0),
-    **{x: benchmark_language.by_hand(SIZE, x, steps=2) for x in LOOPS},
-  }
+@pytest.mark.parametrize("name", ["ours", "floor"])
+def test_a_step_trains_and_says_where_its_seconds_went(name):
+  size = SIZE._replace(layers=1)
+  if name == "ours":
+    program = benchmark_language.ours(size, steps=2, workers=0)
+  else:
+    program = benchmark_language.by_hand(size, name, steps=2)
   try:
-    times = benchmark_language.measure(programs, runs=2, steps=2)
+    begun = time.monotonic()
+    _, step = program.step(program.start(0))
+    seconds = time.monotonic() - begun
   finally:
-    for program in programs.values():
-      program.close()
+    program.close()
+  # Of 96 tokens, each of which counts with 20 in 64: 5 standard errors.
+  assert abs(step.reward - 20 / 64) < 5 * 0.05
+  assert min(step[1:]) > 0
+  assert sum(step[1:]) <= seconds
+
+
+def test_programs_take_turns_from_the_same_start():
+  told = []
+
+  def program(name):
+    def step(state):
+      told.append((name, *state))
+      run, number = state
+      return (run, number + 1), benchmark_language.Step(number, 1, 2, 3)
+
+    return benchmark_language.Program(lambda run: (run, 0), step)
+
+  names = "floor", "ours", "plain"
+  times = benchmark_language.measure(
+    {name: program(name) for name in names}, runs=2, steps=3
+  )
+  warm, told = told[:3], told[3:]
+  assert [x[0] for x in warm] == list(names)
+  for i, (run, number) in enumerate([(r, s) for r in (0, 1) for s in range(3)]):
+    turn = told[3 * i : 3 * i + 3]
+    assert sorted(turn) == [(name, run, number) for name in names]
+    assert turn[0][0] == names[number % 3]
   for columns in times.values():
-    for field, values in columns.items():
-      assert values.shape == (2, 2), field
-      assert np.all(values >= 0)
-    parts = columns["sampling"] + columns["host"] + columns["update"]
-    assert np.all(parts <= columns["wall"])
-    assert np.all(columns["reward"] < 0.7)
-  found = benchmark_language.summary(SIZE, times)
-  assert found["floor"]["cpu_over_floor"] == 1
+    np.testing.assert_array_equal(columns["reward"], [[0, 1, 2]] * 2)
+    np.testing.assert_array_equal(columns["update"], np.full((2, 3), 3))
+    assert columns["wall"].shape == columns["cpu"].shape == (2, 3)
+
+
+def test_a_summary_compares_each_step_with_the_floors():
+  times = np.array([[1.0, 2, 4]])
+  columns = dict.fromkeys([*benchmark_language.Step._fields, "cpu"], times)
+  found = benchmark_language.summary(
+    SIZE,
+    {
+      "floor": {**columns, "wall": times},
+      # Twice as long in every step, whatever else the cores are doing.
+      "plain": {**columns, "wall": 2 * times, "cpu": 3 * times},
+    },
+  )
+  assert found["plain"]["wall_over_floor"] == 2
+  assert found["plain"]["cpu_over_floor"] == 3
+  assert found["plain"]["wall"] == {"median": 4, "min": 2, "max": 8}
+  assert found["floor"]["rewards"] == [1, 2, 4]
+  work = SIZE.sampling_flops(shared=True) + SIZE.update_flops(shared=True)
+  assert found["floor"]["gflop_per_s"] == pytest.approx(work / 2 / 1e9)
   json.dumps(found)
 
 
 def test_importing_the_work_does_not_import_jax():
   """A verifying process imports it, and should begin at once."""
-  import subprocess
-
   code = "import sys, experiments.benchmark_work; print('jax' in sys.modules)"
   done = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=True

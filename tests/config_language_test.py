@@ -217,11 +217,18 @@ def test_every_method_moves_what_it_trains(method, tmp_path):
   state, found = experiment.step(experiment.start())
   assert found["nonfinite"] == 0
   assert found["first_ratio"] < 1e-4
-  assert found["skipped"] == 0
   assert found["max_advantage"] > 0
-  # The optimizer's least step: its rate of a third of 0.01, of Adam's 1.
   moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, state.params)
-  assert max(jax.tree.leaves(moved)) == pytest.approx(0.01 / 3, rel=0.01)
+  moved = max(jax.tree.leaves(moved))
+  if made.mini_batches == 1:
+    assert found["skipped"] == 0
+    # The optimizer's least step: its rate of a third of 0.01, of Adam's 1.
+    assert moved == pytest.approx(0.01 / 3, rel=0.01)
+    assert found["clip_fraction"] == 0  # No ratio has left 1.
+  else:
+    assert moved > 0.01 / 3
+    # From the second update on GSPO's bounds of 3e-4 bind, CISPO's hardly.
+    assert (found["clip_fraction"] > 0) == (method == "gspo")
   dapo = method.startswith("dapo")
   groups = made.num_groups - (found["left_silent"] if dapo else 0)
   assert found["kept"] == groups
