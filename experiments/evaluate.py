@@ -149,7 +149,7 @@ def show(step: int, rows: dict[str, dict[str, Any]]) -> None:
 
   names = [x for x in rows["all"] if not x.endswith("_error")]
   table = Table(title=f"Checkpoint {step}: held-out questions, %")
-  table.add_column("difficulty")
+  table.add_column("difficulty", no_wrap=True)
   for name in names:
     table.add_column(name, justify="right")
   for label, numbers in rows.items():
@@ -166,7 +166,9 @@ def show(step: int, rows: dict[str, dict[str, Any]]) -> None:
     table.add_row(label, *cells)
   # Not cut to the 80 columns that rich takes a file or a pipe to have.
   console = Console()
-  console.print(table, width=None if console.is_terminal else 120)
+  if not console.is_terminal:
+    console.width = 120
+  console.print(table)
 
 
 if __name__ == "__main__":
