@@ -41,7 +41,7 @@ from experiments import benchmark_work, cli
 _SIZE = flags.DEFINE_enum("size", "S", list(benchmark_work.SIZES), "What size.")
 _RUNS = flags.DEFINE_integer("runs", 5, "Runs of each.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 15, "Steps of a run.", lower_bound=2)
-_OUT = flags.DEFINE_string("out", "", "File that gets it all as JSON.")
+_TABLE = flags.DEFINE_string("table", "", "File that gets it all as JSON.")
 _PROFILE = flags.DEFINE_bool(
   "profile", False, "Show what one step of each spends its time on."
 )
@@ -375,8 +375,8 @@ def main(argv):
       f"The floor is no floor: plain takes {ratio:.2f} times its CPU seconds,"
       f" and should take {needed} times."
     )
-  if _OUT.value:
-    pathlib.Path(_OUT.value).write_text(json.dumps(found, indent=2) + "\n")
+  if _TABLE.value:
+    pathlib.Path(_TABLE.value).write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _show(found: dict[str, Any]) -> None:

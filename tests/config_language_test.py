@@ -322,10 +322,10 @@ def test_the_command_for_reasoning_gym_trains(tmp_path):
   config = workdir.read_config(tmp_path / "gym")
   # What is said of the questions holds for those held out.
   assert config.held_out.reasoning_gym.name == "gcd"
-  assert config.held_out.reasoning_gym.size == 200
+  assert config.held_out.reasoning_gym.size == 1_000  # Its own.
   *lines, last = workdir.read_metrics(tmp_path / "gym")
   assert len(lines) == 3
-  assert "accuracy/gcd" in last
+  assert 0 <= last["accuracy"] <= 1
 
 
 def test_golds_that_their_own_verifier_calls_wrong_are_found(tmp_path):

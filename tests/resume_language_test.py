@@ -161,10 +161,10 @@ def test_a_run_may_start_from_another_ones_parameters(whole):
     jax.tree.map(np.testing.assert_array_equal, warm.params, state.params)
   other.model.width = 32
   with pytest.raises(cli.UsageError, match=r"params.embed.embedding: .*5, 16"):
-    train.build(other)
+    train.build(other).start()
   other.init = str(path / "nowhere")
   with pytest.raises(cli.UsageError, match="holds no run"):
-    train.build(other)
+    train.build(other).start()
 
 
 def test_a_warm_start_of_its_own_is_the_run_s(whole):
