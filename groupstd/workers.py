@@ -6,7 +6,7 @@ than a moment of others' work. It ignores Ctrl-C and ends with its parent,
 however that ends.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import ctypes
 import faulthandler
@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from groupstd.answers import Verifier
 from groupstd.questions import Question
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
   "wait",
 ]
 
-# (the answer's text, the question) → a score, or None to abstain.
-Verifier = Callable[[str, Question], float | None]
 # Answers' texts and their questions.
 Items = Sequence[tuple[str, Question]]
 # A score, None for an abstention, or in words what went wrong.
