@@ -10,7 +10,7 @@ and then G answers', where an answer attends to the prompt and to itself.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -300,19 +300,28 @@ class Transformer(nnx.Module):
     answered = hidden[:, width:].reshape(*tokens.shape, hidden.shape[-1])
     return hidden[:, :width], answered
 
-  def decode(self, tokens, positions, prompt, cache, t):
-    """One more token [B, G] of each answer: hidden states, and the cache."""
-    rotary = _rotary(self.config, jnp.repeat(positions, tokens.shape[1], 1))
+  def layers(self) -> list[Any]:
+    """Every layer's parameters, cut once: in a loop, at every token."""
+    _, stacked = nnx.split(self.blocks)
+    leaves, structure = jax.tree.flatten(stacked)
+    rows = zip(*map(jnp.unstack, leaves), strict=True)
+    return [jax.tree.unflatten(structure, row) for row in rows]
+
+  def decode(self, layers, tokens, positions, prompt, mask, cache, t):
+    """One more token [B, G] of each answer: hidden states, and the cache.
+
+    Prompts are of a group, [B, K, P, D], or of each answer, [B, K, G, P, D].
+    """
+    rotary = _rotary(self.config, positions)
     x = self.embed(tokens)  # [B, G, W]
-    graph, stacked = nnx.split(self.blocks)
+    graph, _ = nnx.split(self.blocks)
     written = []
     # Unrolled, with a cache for each layer: a scan over layers would copy its
     # slice of one cache at every token.
-    for layer, (keys, values) in enumerate(cache):
-      params, *shared = jax.tree.map(
-        lambda leaf, layer=layer: leaf[layer], (stacked, *prompt[:2])
-      )
-      shared = _Keys(shared[0], shared[1], prompt[2])
+    for params, given, (keys, values) in zip(
+      layers, prompt, cache, strict=True
+    ):
+      shared = _Keys(given[0], given[1], mask)
 
       def attend(query, key, value, keys=keys, values=values, shared=shared):
         def put(cache, new):  # [B, K, G, T, D] ← [B, K, G, D]
