@@ -101,6 +101,9 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
   # Steps between checkpoints, and between measurements of the whole policy.
   config.checkpoint_every = 50
   config.observe_every = 1
+  # The newest checkpoints that stay; and the one with the largest of a metric.
+  config.keep_checkpoints = 2
+  config.keep_best = ""
   # Trackers that get the metrics too: "tensorboard", "wandb", "trackio".
   config.report_to = ()
 

@@ -170,7 +170,8 @@ def base(method: str, length: int) -> ml_collections.ConfigDict:
   config.num_steps = 200
   # Times each batch is gone through, updates each time, and the parts in which
   # an update's gradient is taken: silent groups cost nothing but for those that
-  # fill a part, and parts that fit a CPU's cache are faster than the whole.
+  # fill a part, and parts that fit a CPU's cache are faster than all at once.
+  # With 0 a short trial at the start chooses how many (experiments/chunks.py).
   config.epochs = 1
   config.mini_batches = 1
   config.micro_batches = 8
@@ -186,7 +187,20 @@ def base(method: str, length: int) -> ml_collections.ConfigDict:
   config.max_skipped = 20
 
   # --- the machine ---
+  # Devices: copies of the parameters, over how many each is cut, and over how
+  # many each product within a layer is; one of them may be -1, what is left.
+  # Groups are cut over data·fsdp. Answers are drawn by devices that have whole
+  # layers, or with sampling_tensor above 0 cut over as many.
+  config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "sampling_tensor": 0}
+  # Seconds that one of several processes may take for its share of verifying,
+  # before the others give it up.
+  config.host_seconds = 600.0
   config.checkpoint_every = 50
+  # The newest that stay; and the one with the largest of a metric such as
+  # "accuracy", of the steps that have it: observe_every should divide
+  # checkpoint_every.
+  config.keep_checkpoints = 2
+  config.keep_best = ""
   # Steps between evaluations, of this many held-out questions.
   config.observe_every = 20
   config.eval_questions = 512

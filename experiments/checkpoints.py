@@ -4,18 +4,36 @@ A checkpoint is a folder by Orbax, named by its step, and sha256.json in it, the
 checksums of Orbax's files, written last: without them it does not count, and
 where they do not agree it is damaged. Reading takes no lock and writes nothing,
 so a run's checkpoints may be read while it trains.
+
+The processes of a run share the folder. All of them call `save` and `read`;
+the first alone calls the rest.
 """
 
+from collections.abc import Callable
 import hashlib
 import json
 import os
 import pathlib
-from typing import Any
+import shutil
+from typing import Any, TypeVar
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from experiments import cli
+from groupstd import hosts
+
+_T = TypeVar("_T")
+
+# Seconds within which every process has written or read its part.
+PATIENCE = 1800
+
 _CHECKSUMS = "sha256.json"
+_UNFINISHED = "*.orbax-checkpoint-tmp*"
+
+
+class DamagedError(ValueError):
+  """A checkpoint that cannot be read, on any one of the processes."""
 
 
 def steps(folder: pathlib.Path) -> list[int]:
@@ -23,6 +41,34 @@ def steps(folder: pathlib.Path) -> list[int]:
   whole = folder.glob(f"*/{_CHECKSUMS}")
   names = [file.parent.name for file in whole]
   return sorted(int(name) for name in names if name.isdecimal())
+
+
+def clean(folder: pathlib.Path) -> list[int]:
+  """Removes what is not whole; returns the steps of what looked as if it was.
+
+  No save may be under way.
+  """
+  for unfinished in folder.glob(_UNFINISHED):
+    shutil.rmtree(unfinished)
+  names = [x.name for x in folder.glob("*") if x.name.isdecimal()]
+  broken = sorted({int(name) for name in names}.difference(steps(folder)))
+  for step in broken:
+    remove(folder / str(step))
+  return broken
+
+
+def remove(checkpoint: pathlib.Path) -> None:
+  """Removes a checkpoint; one that is removed in part does not count."""
+  (checkpoint / _CHECKSUMS).unlink(missing_ok=True)
+  shutil.rmtree(checkpoint)
+
+
+def save(checkpoint: pathlib.Path, value: Any) -> Callable[[], object]:
+  """Starts to save a pytree, and returns what waits until it is on disk.
+
+  Its buffers may be donated at once. It does not count until it is sealed.
+  """
+  return ocp.save_async(str(checkpoint), value).result
 
 
 def seal(checkpoint: pathlib.Path) -> None:
@@ -37,29 +83,72 @@ def read(checkpoint: pathlib.Path, like: Any) -> Any:
     checkpoint: its folder.
     like: any part of what was saved, each leaf under the path that it had. An
       array or ShapeDtypeStruct, whose shape and dtype must be those saved,
-      comes back onto its sharding (one device where it names none), a number
-      as it was saved, and `...` as it is.
+      comes back onto its sharding, be it of other devices and processes than
+      it was saved from (one device where it names none), a number as it was
+      saved, and `...` as it is.
 
   Raises:
-    ValueError: if a file has changed or is gone, by its name. Orbax raises
-      whatever else it meets.
+    DamagedError: on all processes, if a file has changed or is gone, by its
+      name, or any of them could not load.
   """
-  _verify(checkpoint)
-  wanted, structure = jax.tree.flatten_with_path(like)
-  leaves = {name(path): leaf for path, leaf in wanted}
-  saved: Any = ocp.metadata(str(checkpoint)).metadata
-  found, _ = jax.tree.flatten_with_path(
-    ocp.load(
-      str(checkpoint),
-      jax.tree.map_with_path(
-        lambda path, _: _abstract(leaves.get(name(path), ...)), saved
-      ),
-    )
+  saved, loaded = [], []
+  agree(f"verifying {checkpoint}", lambda: _verify(checkpoint), first=True)
+  agree(f"opening {checkpoint}", lambda: saved.append(_saved(checkpoint)))
+  # Apart from it, so that all processes begin to load or none does: Orbax
+  # numbers its barriers by how often each process did, and a later save would
+  # wait at them for ever.
+  agree(
+    f"reading {checkpoint}",
+    lambda: loaded.append(_load(checkpoint, saved.pop(), like)),
   )
-  restored = {name(path): leaf for path, leaf in found}
-  return structure.unflatten(
-    [... if leaf is ... else restored[name(path)] for path, leaf in wanted]
-  )
+  return loaded.pop()
+
+
+def agree(what: str, act: Callable[[], object], *, first: bool = False) -> None:
+  """Does it on all processes, or the first alone; fails on all or on none.
+
+  Raises:
+    DamagedError: with the reason of the first process where it failed.
+  """
+  errors: list[Exception] = []
+
+  def attempt() -> str | None:
+    if first and hosts.index():
+      return None
+    try:
+      act()
+    except Exception as error:  # Orbax raises whatever it meets.
+      errors.append(error)
+      return _first_line(error.__cause__ or error)
+    return None
+
+  causes = hosts.gather(what, attempt, seconds=PATIENCE)
+  for process, cause in enumerate(causes):
+    if cause is not None:
+      where = f" (process {process} of {len(causes)})" if process else ""
+      raise DamagedError(cause + where) from next(iter(errors), None)
+
+
+def decide(what: str, act: Callable[[], _T]) -> _T:
+  """What the first process does comes to, on all; what it refuses, all do.
+
+  Raises:
+    cli.UsageError: on all processes, if it raises one.
+  """
+
+  def attempt() -> tuple[Any, str | None]:
+    if hosts.index():
+      return None, None
+    try:
+      return act(), None
+    except cli.UsageError as refusal:
+      return None, str(refusal)
+
+  answers = hosts.gather(what, attempt, seconds=PATIENCE)
+  value, refusal = answers[0]
+  if refusal is not None:
+    raise cli.UsageError(refusal)
+  return value
 
 
 def shapes(state: Any) -> dict[str, str]:
@@ -87,13 +176,37 @@ def write(path: pathlib.Path, text: str) -> None:
   draft.replace(path)
 
 
+def _saved(checkpoint: pathlib.Path) -> Any:
+  """What was saved, of shapes and dtypes only."""
+  return ocp.metadata(str(checkpoint)).metadata
+
+
+def _load(checkpoint: pathlib.Path, saved: Any, like: Any) -> Any:
+  """This process's part of what was saved at the places of `like`."""
+  wanted, structure = jax.tree.flatten_with_path(like)
+  leaves = {name(path): leaf for path, leaf in wanted}
+  asked = jax.tree.map_with_path(
+    lambda path, _: _abstract(leaves.get(name(path), ...)), saved
+  )
+  context = ocp.Context()
+  # Without barriers, at which the others would wait for a process that failed.
+  alone = context.multiprocessing_options
+  alone.primary_host, alone.active_processes = hosts.index(), {hosts.index()}
+  with context:
+    found, _ = jax.tree.flatten_with_path(ocp.load(str(checkpoint), asked))
+  restored = {name(path): leaf for path, leaf in found}
+  return structure.unflatten(
+    [... if leaf is ... else restored[name(path)] for path, leaf in wanted]
+  )
+
+
 def _abstract(leaf: Any) -> Any:
   """What Orbax asks for: a number and `...` as they are."""
   if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
     return leaf
   sharding = leaf.sharding
   if sharding is None:
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
@@ -122,3 +235,8 @@ def _hash(checkpoint: pathlib.Path) -> dict[str, str]:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
       checksums[str(file.relative_to(checkpoint))] = digest
   return checksums
+
+
+def _first_line(error: BaseException) -> str:
+  """An error's type and the first line of its message, at most 200 letters."""
+  return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]

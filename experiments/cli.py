@@ -17,6 +17,7 @@ share it, and it may be deleted. JAX_COMPILATION_CACHE_DIR names another place;
 where it is empty, nothing is kept.
 """
 
+import atexit
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import difflib
@@ -44,6 +45,10 @@ class UsageError(ValueError):
 
 class Stopped(RuntimeError):
   """A run ended itself, in order: `run` prints why, and no traceback."""
+
+
+class Interrupted(RuntimeError):
+  """A run was asked to end, and has saved where it is; `run` says so."""
 
 
 @contextlib.contextmanager
@@ -85,10 +90,11 @@ def require(flag: flags.FlagHolder[_T | None]) -> _T:
 def run(main: Callable[[list[str]], Any], *, config: str | None = None) -> None:
   """Parses the flags, calls `main(argv)` and exits.
 
-  A mistake in the command ends with one line on stderr and exit code 2, an
-  interrupt with one line and 130, a run that stopped itself with one line and
-  3; any other error shows its traceback. What
-  libraries log below the level of a warning is shown with --verbosity=0.
+  A mistake in the command ends with one line on stderr and exit code 2, a run
+  that stopped itself with one line and 3, one that was told to end and has
+  saved with one line and 75 (sysexits' EX_TEMPFAIL: try again), Ctrl-C with one
+  line and 130; any other error shows its traceback. What libraries log below
+  the level of a warning is shown with --verbosity=0.
 
   Args:
     main: the experiment; what it returns is passed to `sys.exit`.
@@ -103,20 +109,89 @@ def run(main: Callable[[list[str]], Any], *, config: str | None = None) -> None:
 
   try:
     app.run(begin, flags_parser=lambda argv: _parse(argv, config))
-  except UsageError as error:
-    _end(2, f"error: {error}")
-  except Stopped as reason:
-    _end(3, f"stopped: {reason}")
-  except KeyboardInterrupt:
-    _end(130, "interrupted: the same command resumes the run")
+  except (UsageError, Stopped, Interrupted, KeyboardInterrupt) as error:
+    # Of several processes, each says which it is.
+    which = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+    code, message = _ending(error)
+    print(" ".join(f"{which}{message}".split()), file=sys.stderr)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def joined(
+  cluster: str,
+  coordinator: str | None,
+  num_processes: int | None,
+  process_id: int | None,
+) -> Iterator[None]:
+  """One of several processes of a run, or, by default, the only one.
+
+  If one fails, it tells the others, and all end. Only the first logs warnings.
+
+  Args:
+    cluster: "auto" where jax finds the others: on TPU pods, under SLURM, on
+      GKE; else "alone".
+    coordinator: host:port of the first process, to be given with the others.
+    num_processes: how many there are.
+    process_id: which one this is.
+
+  Raises:
+    UsageError: if these do not fit together, or jax finds no cluster.
+  """
+  options = {
+    "coordinator": coordinator,
+    "num_processes": num_processes,
+    "process_id": process_id,
+  }
+  missing = [name for name, value in options.items() if value is None]
+  if cluster == "auto" and len(missing) < 3:
+    raise UsageError(
+      "--cluster=auto finds by itself what --coordinator, --num_processes and"
+      " --process_id say: the command must give it or them, not both."
+    )
+  if cluster == "alone":
+    if len(missing) == 3:
+      yield
+      return
+    if missing:
+      raise UsageError(
+        f"--{missing[0]} is missing: --coordinator, --num_processes and"
+        " --process_id must be given together."
+      )
+    if not re.fullmatch(r".+:\d+", str(coordinator)):
+      raise UsageError(
+        f"--coordinator must be host:port of process 0, got {coordinator!r}."
+      )
+    if not 0 <= int(process_id or 0) < int(num_processes or 0):
+      raise UsageError(
+        "--process_id must be at least 0 and below --num_processes, got"
+        f" {process_id} of {num_processes}."
+      )
+  import jax
+
+  from groupstd import hosts
+
+  try:
+    jax.distributed.initialize(coordinator, num_processes, process_id)
+  except ValueError as error:
+    raise UsageError(f"--cluster=auto found no cluster: {error}") from error
+  if hosts.index() and logging.get_verbosity() == logging.WARNING:
+    logging.set_verbosity(logging.ERROR)
+  try:
+    yield
+  except (Exception, KeyboardInterrupt) as error:
+    error.add_note(f"process {hosts.index()} of {hosts.count()}")
+    # At exit: what it is must have been said before the others know, and end.
+    atexit.register(hosts.leave, error, _ending(error)[0])
+    raise
 
 
 @contextlib.contextmanager
 def progress(
-  total: int, start: int = 0, description: str = ""
+  total: int, start: int = 0, description: str = "", *, shown: bool = True
 ) -> Iterator[Callable[[int], None]]:
   """A live line on a terminal, nothing elsewhere; yields `advance(n)`."""
-  if not sys.stderr.isatty():
+  if not (shown and sys.stderr.isatty()):
     yield lambda n: None
     return
   from rich.console import Console
@@ -241,7 +316,16 @@ def _check_fields(
       node, path = node[field], f"{path}.{field}"
 
 
-def _end(code: int, message: str) -> None:
-  """Exits after one line on stderr, whatever line breaks the message has."""
-  print(" ".join(message.split()), file=sys.stderr)
-  sys.exit(code)
+def _ending(error: BaseException) -> tuple[int, str]:
+  """The exit code, and what is printed in place of a traceback."""
+  resumes = "the same command resumes the run"
+  match error:
+    case UsageError():
+      return 2, f"error: {error}"
+    case Stopped():
+      return 3, f"stopped: {error}"
+    case Interrupted():
+      return os.EX_TEMPFAIL, f"interrupted {error}: {resumes}"
+    case KeyboardInterrupt():
+      return 130, f"interrupted: {resumes}"
+  return 1, ""

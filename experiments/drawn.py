@@ -11,6 +11,8 @@ mean σ of the scores.
 
 Of the batch: reward_kept, the mean score of the groups that are kept, and
 scale, the mean w = σ(A)/σ(R) of those whose rewards differ.
+
+Every process has the same, but for seconds_verify, which is its own.
 """
 
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ import numpy as np
 
 from experiments import building, samples
 from groupstd import (
+  hosts,
   questions,
   rollouts,
   sigma,
@@ -113,11 +116,14 @@ class Drawn:
       part = np.concatenate([draw.parts[name] for draw in draws])
       found[f"reward/{name}"] = _share(part, ~np.isnan(part))
     found |= counts._asdict()
+    # Each process has verified its share.
+    failures = np.sum(
+      hosts.gather("counting failures", lambda: self._failures, seconds=300.0),
+      axis=0,
+    )
     found |= dict(
       zip(
-        ("exceptions", "timeouts", "died"),
-        self._failures[-3:].tolist(),
-        strict=True,
+        ("exceptions", "timeouts", "died"), failures[-3:].tolist(), strict=True
       )
     )
     found["seconds_verify"] = self._seconds

@@ -3,25 +3,28 @@
   python -m experiments.evaluate --run=runs/arithmetic --samples=16
 
 Reads a checkpoint of a language model's run, the newest if --step does not name
-another, and asks it the run's held-out questions. mean@n is the mean share of
-right answers among n that are drawn as in training; pass@k, the chance that one
-of k is right, is estimated from them without bias (arXiv:2107.03374). Errors
-are standard errors over questions.
+another or is "best", and asks it the run's held-out questions. mean@n is the
+mean share of right answers among n that are drawn as in training; pass@k, the
+chance that one of k is right, is estimated from them without bias
+(arXiv:2107.03374). Errors are standard errors over questions.
 
 Hardware and time: those of as many steps of training as the rollouts make.
 """
 
 import json
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 from absl import flags
 
 from experiments import cli
 
 _RUN = flags.DEFINE_string("run", None, "The run's folder.")
-_STEP = flags.DEFINE_integer(
-  "step", None, "The checkpoint; the newest if none."
+_STEP = flags.DEFINE_string(
+  "step",
+  None,
+  "The checkpoint's step, or best by the run's config.keep_best; the newest if"
+  " none.",
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples", 16, "Answers drawn to a question, n.", lower_bound=1
@@ -66,7 +69,7 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
   import numpy as np
 
   from experiments import building, parts, workdir
-  from groupstd import estimates, tasks
+  from groupstd import estimates, rollouts, tasks
 
   temperature = _TEMPERATURE.value or config.temperature
   n, total = _SAMPLES.value, _QUESTIONS.value
@@ -76,8 +79,8 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
     drawing, greedy = made.policy(temperature), made.policy(0.0)
     step, loaded = workdir.load(
       path,
-      {"params": jax.eval_shape(drawing.init, jax.random.key(0))},
-      _STEP.value,
+      {"params": made.meshes.shapes(drawing)},
+      _step(),
     )
     task = made.task(config, made.held_out, shuffle=False)
     with cli.building(), building.field("--questions"):
@@ -87,7 +90,7 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
 
     def right(policy_sample, prompts, keys, size):
       """[B, G] right, scored and ended."""
-      drawn = jax.device_get(
+      drawn = rollouts.on_host(
         policy_sample(loaded["params"], keys, prompts, size)
       )
       with parts.verifying("at an evaluation"):
@@ -140,6 +143,18 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
   if len(set(labels)) > 1:
     rows |= {str(x): row(labels == x) for x in sorted(set(labels))}
   return step, rows
+
+
+def _step() -> int | Literal["best"] | None:
+  """What --step asks for."""
+  match _STEP.value:
+    case None | "best":
+      return _STEP.value
+    case number if number.isdecimal():
+      return int(number)
+  raise cli.UsageError(
+    f"--step must be a checkpoint's or best, got {_STEP.value!r}."
+  )
 
 
 def show(step: int, rows: dict[str, dict[str, Any]]) -> None:

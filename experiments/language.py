@@ -2,6 +2,8 @@
 
 import collections
 from collections.abc import Callable
+import functools
+import json
 import time
 from typing import Any
 
@@ -11,15 +13,24 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 
-from experiments import building, cli, drawn, parts, train, workdir
+from experiments import (
+  building,
+  chunks,
+  cli,
+  drawn,
+  manifest,
+  parts,
+  train,
+  workdir,
+)
 from groupstd import (
   answers,
   imitation,
   learners,
   losses,
+  policies,
   rollouts,
   rules,
-  sharding,
   sigma,
   tasks,
 )
@@ -47,8 +58,8 @@ def build(config: ml_collections.ConfigDict) -> train.Experiment:
     "answer_length",
     "epochs",
     "mini_batches",
-    "micro_batches",
   )
+  building.at_least(config, 0, "micro_batches")
   if not 0 < config.temperature < float("inf"):
     raise ValueError(
       "config.temperature must be above 0 and finite, got"
@@ -59,7 +70,7 @@ def build(config: ml_collections.ConfigDict) -> train.Experiment:
   updates = config.num_steps * config.epochs * config.mini_batches
   made = parts.parts(config)
   try:
-    return _build(
+    return assemble(
       config, made, rule, building.optimizer(config, updates, "config")
     )
   except BaseException:
@@ -67,38 +78,15 @@ def build(config: ml_collections.ConfigDict) -> train.Experiment:
     raise
 
 
-def _build(
+def assemble(
   config: ml_collections.ConfigDict,
   made: parts.Parts,
   rule: sigma.Rule,
   descent: optax.GradientTransformation,
 ) -> train.Experiment:
+  """The experiment that a config says of parts that are made already."""
   task = made.task(config, made.asked)
   policy = made.policy(config.temperature)
-  correction = None
-  if config.correction:
-    correction = building.make_one(
-      losses, config.correction, "config.correction", losses.Correction
-    )
-  learner = learners.policy_gradient(
-    policy,
-    descent,
-    rule,
-    surrogate=building.make_one(
-      losses, config.surrogate, "config.surrogate", losses.Surrogate
-    ),
-    aggregate=building.make_one(
-      losses, config.aggregate, "config.aggregate", losses.Aggregate
-    ),
-    kl_coef=config.kl_coef,
-    kl=getattr(losses, config.kl),
-    entropy_coef=config.entropy_coef,
-    regularize_silent=config.regularize_silent,
-    correction=correction,
-    epochs=config.epochs,
-    mini_batches=config.mini_batches,
-    micro_batches=config.micro_batches,
-  )
   record = drawn.Drawn(
     config, made.tokenizer, made.asked, task, made.pool, rule
   )
@@ -116,28 +104,42 @@ def _build(
   asked = config.num_groups * config.max_rounds
   with building.field("config.num_groups"):
     task.prompts(0, asked)
-  if config.num_groups % (config.mini_batches * config.micro_batches):
+  if config.num_groups % config.mini_batches:
     raise ValueError(
-      "config.num_groups must be a multiple of mini_batches·micro_batches, got"
-      f" {config.num_groups} and {config.mini_batches}·{config.micro_batches}"
+      "config.num_groups must be a multiple of mini_batches, got"
+      f" {config.num_groups} and {config.mini_batches}: updates of one step are"
+      " of as many groups"
     )
   if config.checked_golds:
     judge = made.pool.verifiers[config.score or next(iter(config.verifiers))]
     with building.field("config.questions"):
       answers.check_gold(made.asked, judge, samples=config.checked_golds)
-  learner = sharding.data_parallel(learner, sharding.make_mesh(1))
+  make = _maker(config, made, policy, rule, descent)
+
+  def fresh():
+    return made.meshes.init(policy, jax.random.key(config.seed))
+
+  number = config.micro_batches or _tried(config, make, fresh(), task)
+  learner = make(number)
 
   def start():
-    params = policy.init(jax.random.key(config.seed))
+    params = fresh()
     if config.init:
       params = workdir.load(config.init, {"params": params})[1]["params"]
     return learner.init(params)
 
   observe = parts.evaluator(config, made)
+  data = {
+    "questions": manifest.of_questions(made.asked),
+    "held_out": manifest.of_questions(made.held_out),
+  }
+  for part in config.tokenizer.values():
+    if "path" in part:
+      data["tokenizer"] = manifest.of_file(part.path)
   warm_start = None
   if config.warmup.num_steps and not config.init:
     warm_start = train.WarmStart(
-      _warm_start(config, made, task, observe),
+      _warm_start(config, made, task, observe)._replace(data=data),
       warmup_config(config),
       learner.init,
     )
@@ -154,8 +156,11 @@ def _build(
       )
     begun = time.monotonic()
     number = int(state.step)
+    params = jax.block_until_ready(made.meshes.move(state.params))
+    moved = time.monotonic()
     with parts.verifying(f"at step {number}"), made.pool.together():
-      rollout, counts = collect(state.params, state.step)
+      rollout, counts = collect(params, state.step)
+    del params  # Or it would be in memory beside the update's.
     collected = time.monotonic()
     state, info = learner.step(state, rollout)
     # The host's part, while the device is at its own.
@@ -166,7 +171,8 @@ def _build(
     skipped_in_a_row = skipped_in_a_row + 1 if nothing else 0
     metrics |= info._asdict()
     metrics |= {
-      "seconds_sample": collected - begun - metrics["seconds_verify"],
+      "seconds_move": moved - begun,
+      "seconds_sample": collected - moved - metrics["seconds_verify"],
       "seconds_update": done - collected,
       "tokens_per_second": metrics["tokens"] / (done - begun),
     }
@@ -178,9 +184,89 @@ def _build(
     step,
     observe,
     warm_start,
+    data,
     record.samples,
     made.pool.close,
   )
+
+
+def _maker(
+  config: ml_collections.ConfigDict,
+  made: parts.Parts,
+  policy: policies.Policy,
+  rule: sigma.Rule,
+  descent: optax.GradientTransformation,
+) -> Callable[[int], learners.Learner]:
+  """Number of parts → the learner whose gradients are taken in as many."""
+  correction = None
+  if config.correction:
+    correction = building.make_one(
+      losses, config.correction, "config.correction", losses.Correction
+    )
+  surrogate = building.make_one(
+    losses, config.surrogate, "config.surrogate", losses.Surrogate
+  )
+  aggregate = building.make_one(
+    losses, config.aggregate, "config.aggregate", losses.Aggregate
+  )
+
+  @functools.cache
+  def make(micro_batches):
+    learner = learners.policy_gradient(
+      policy,
+      descent,
+      rule,
+      surrogate=surrogate,
+      aggregate=aggregate,
+      kl_coef=config.kl_coef,
+      kl=getattr(losses, config.kl),
+      entropy_coef=config.entropy_coef,
+      regularize_silent=config.regularize_silent,
+      correction=correction,
+      epochs=config.epochs,
+      mini_batches=config.mini_batches,
+      micro_batches=micro_batches,
+    )
+    return made.meshes.learner(learner)
+
+  return make
+
+
+def _tried(
+  config: ml_collections.ConfigDict,
+  make: Callable[[int], learners.Learner],
+  params: Any,
+  task: tasks.Task,
+) -> int:
+  """The number of parts that a trial finds fastest."""
+  fields = (
+    "aggregate",
+    "correction",
+    "entropy_coef",
+    "epochs",
+    "kl",
+    "kl_coef",
+    "mesh",
+    "model",
+    "optimizer",
+    "regularize_silent",
+    "rule",
+    "sigma",
+    "surrogate",
+  )
+  depends_on = json.loads(
+    ml_collections.ConfigDict({x: config[x] for x in fields}).to_json()
+  )
+  with building.field("config.micro_batches"):
+    return chunks.micro_batches(
+      make,
+      params,
+      task.prompts(0, config.num_groups)[1],
+      group_size=config.group_size,
+      length=config.answer_length,
+      mini_batches=config.mini_batches,
+      depends_on=depends_on,
+    )
 
 
 def build_op(config: ml_collections.ConfigDict) -> sigma.SigmaOp:
@@ -245,7 +331,7 @@ def _warm_start(
   )
   policy = made.policy(1.0)
   descent = building.optimizer(warmup, warmup.num_steps, "config.warmup")
-  learner = imitation.learner(policy, descent)
+  learner = made.meshes.learner(imitation.learner(policy, descent))
   examples = task.examples
   assert examples is not None
   with building.field("config.warmup.batch_size"):
@@ -256,14 +342,14 @@ def _warm_start(
       return examples(number, warmup.batch_size)
 
   batch(0)
-  update = jax.jit(learner.step, donate_argnums=0)
 
   def step(state):
-    state, info = update(state, batch(int(state.step)))
+    state, info = learner.step(state, batch(int(state.step)))
     return state, info._asdict()
 
   def start():
-    return learner.init(policy.init(jax.random.key(config.seed)))
+    params = made.meshes.init(policy, jax.random.key(config.seed))
+    return learner.init(params)
 
   return train.Experiment(start, step, observe)
 

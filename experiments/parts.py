@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
-import functools
 import inspect
 from typing import Any
 
@@ -11,11 +10,13 @@ import jax
 import ml_collections
 import numpy as np
 
-from experiments import building, cli
+from experiments import building, cli, meshes
 from groupstd import (
   answers,
+  hosts,
   policies,
   questions,
+  rollouts,
   tasks,
   text,
   tokenizers,
@@ -33,7 +34,8 @@ class Parts:
     asked: the questions trained on.
     held_out: the questions evaluated on.
     pool: the verifiers, at work until it is closed.
-    policy: temperature → the policy.
+    policy: temperature → the policy, which samples on the meshes.
+    meshes: on which devices.
   """
 
   tokenizer: tokenizers.Tokenizer
@@ -41,6 +43,7 @@ class Parts:
   held_out: questions.Questions
   pool: verifiers.Pool
   policy: Callable[[float], policies.Policy]
+  meshes: meshes.Meshes
 
   def task(
     self,
@@ -55,7 +58,7 @@ class Parts:
       with building.field("config.length_buffer"):
         penalty = text.soft_overlong(config.answer_length, config.length_buffer)
     with building.field("config.prompt_width, weights or score"):
-      return text.task(
+      task = text.task(
         asked,
         self.tokenizer,
         self.pool,
@@ -67,6 +70,8 @@ class Parts:
         shuffle=shuffle,
         seed=config.seed,
       )
+    # Of several processes each verifies its share.
+    return hosts.share(task, seconds=config.host_seconds)
 
 
 def parts(config: ml_collections.ConfigDict) -> Parts:
@@ -84,12 +89,18 @@ def parts(config: ml_collections.ConfigDict) -> Parts:
     model = transformer.Config(tokenizer.vocab_size, **config.model.to_dict())
   except (TypeError, ValueError) as error:
     raise ValueError(f"config.model: {error}") from error
-  policy = functools.partial(
-    transformer.policy,
-    model,
-    length=config.answer_length,
-    stop=tokenizer.stop,
-  )
+  devices = meshes.meshes(config, model)
+
+  def policy(temperature):
+    made = transformer.policy(
+      model,
+      length=config.answer_length,
+      stop=tokenizer.stop,
+      temperature=temperature,
+      lay=devices.lay,
+    )
+    return devices.policy(made)
+
   judges = {name: _verifier(config, name, asked) for name in config.verifiers}
   with building.field("config.verifier_workers, _seconds or max_failures"):
     pool = verifiers.Pool(
@@ -103,7 +114,8 @@ def parts(config: ml_collections.ConfigDict) -> Parts:
     asked,
     held_out,
     pool,
-    lambda temperature: policy(temperature=temperature),
+    policy,
+    devices,
   )
 
 
@@ -121,7 +133,7 @@ def evaluator(
   sample = jax.jit(lambda params: policy.sample(params, unused, prompts, 1))
 
   def observe(params):
-    drawn = jax.device_get(sample(params))
+    drawn = rollouts.on_host(sample(made.meshes.move(params)))
     with verifying("at an evaluation"):
       verdict = tasks.check_scores(
         task.reward(prompts, drawn.tokens, drawn.mask), ids, 1
@@ -146,6 +158,10 @@ def verifying(when: str) -> Iterator[None]:
   try:
     yield
   except verifiers.TooManyFailures as error:
+    raise cli.Stopped(f"verifiers fail {when}: {error}") from error
+  except hosts.HostError as error:
+    if not isinstance(error.cause, verifiers.TooManyFailures):
+      raise
     raise cli.Stopped(f"verifiers fail {when}: {error}") from error
 
 

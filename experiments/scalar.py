@@ -53,7 +53,8 @@ def build(config: ml_collections.ConfigDict) -> train.Experiment:
     surrogate=building.make_one(losses, config.surrogate, "config.surrogate"),
     aggregate=building.make_one(losses, config.aggregate, "config.aggregate"),
   )
-  mesh = sharding.make_mesh(config.num_devices)
+  with building.field("config.num_devices"):
+    mesh = sharding.make_mesh(config.num_devices)
   sizes = {
     "num_groups": config.num_groups,
     "group_size": config.group_size,
@@ -74,7 +75,7 @@ def build(config: ml_collections.ConfigDict) -> train.Experiment:
       collect = rollouts.collector(
         policy, task, max_rounds=config.max_rounds, **sizes
       )
-    learn = sharding.data_parallel(learner, mesh).step
+    learn = sharding.sharded(learner, mesh).step
 
     def draw_and_learn(state, /):
       rollout, counts = collect(state.params, state.step)
@@ -237,4 +238,4 @@ def _reporting(
     state, info = learner.step(state, rollout, **where)
     return state, info._replace(**dict.fromkeys(set(info._fields) - logged))
 
-  return learners.Learner(learner.init, step)
+  return learner._replace(step=step)

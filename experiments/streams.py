@@ -20,7 +20,10 @@ class Streams(contextlib.AbstractContextManager):
   """The files of a folder, open for appending; one process at a time."""
 
   def __init__(self, folder: pathlib.Path, lengths: Mapping[str, int]):
-    """Opens the files of these names, cut to these lengths in bytes."""
+    """Opens the files of these names, cut to these lengths in bytes.
+
+    With none of them, nothing is written: another process does.
+    """
     with contextlib.ExitStack() as stack:
       self._files = {
         name: stack.enter_context((folder / name).open("ab"))
@@ -40,9 +43,10 @@ class Streams(contextlib.AbstractContextManager):
         Floats come back exactly; NaN and ±∞, which JSON lacks, as None.
     """
     texts = [json.dumps(_plain(line), allow_nan=False) for line in lines]
-    file = self._files[name]
-    file.write("".join(f"{text}\n" for text in texts).encode())
-    file.flush()
+    if self._files:
+      file = self._files[name]
+      file.write("".join(f"{text}\n" for text in texts).encode())
+      file.flush()
 
   def sync(self) -> dict[str, int]:
     """The length of each file, all of which is on disk."""

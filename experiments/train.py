@@ -1,8 +1,10 @@
 """From a config to a run: the loop that every experiment goes through."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+import contextlib
 import functools
 import importlib
+import json
 import os
 import pathlib
 import time
@@ -12,7 +14,7 @@ import jax
 import ml_collections
 
 from experiments import cli, sinks, workdir
-from groupstd import learners
+from groupstd import hosts, learners
 
 
 class WarmStart(NamedTuple):
@@ -40,6 +42,7 @@ class Experiment(NamedTuple):
     observe: params → what is measured of the policy as a whole, by name; may
       raise `cli.Stopped` too.
     warm_start: what comes first, if anything does.
+    data: the checksums of what is learnt from, by name.
     samples: → lines for rollouts.jsonl since it was last called.
     close: ends what it has begun.
   """
@@ -50,6 +53,7 @@ class Experiment(NamedTuple):
   ]
   observe: Callable[[Any], dict[str, Any]]
   warm_start: WarmStart | None = None
+  data: Mapping[str, str] = {}
   samples: Callable[[], Iterable[dict[str, Any]]] = tuple
   close: Callable[[], None] = lambda: None
 
@@ -79,17 +83,26 @@ def run(
 
   metrics.jsonl gets a line for each step s: the policy that s updates made,
   what it drew, and `seconds` since this process began; and a last line for the
-  policy at the end.
+  policy at the end. SIGTERM ends it after the step that is being done, which is
+  saved.
+
+  Where several processes train, all run this, and the first of them reports.
 
   Raises:
-    cli.UsageError: if the config is wrong, or the folder holds another run.
+    cli.UsageError: if the config is wrong, or the folder holds another run, or
+      processes were given different ones.
     cli.Stopped: if the run ended itself, after saving what it had.
+    cli.Interrupted: after SIGTERM, to any of the processes, and saving.
     FloatingPointError: if a reward, an advantage or a gradient was not finite.
   """
+  path = pathlib.Path(path)
+  given = {"config": json.loads(config.to_json()), "workdir": str(path)}
   with cli.building():
+    hosts.same("the command", given)
     experiment = build(config)
   try:
-    _run(experiment, config, pathlib.Path(path), description)
+    with hosts.preemption() as reached:
+      _run(experiment, config, path, description, reached)
   finally:
     experiment.close()
 
@@ -105,7 +118,9 @@ def warm_up(
   try:
     if (warm := experiment.warm_start) is None:
       raise cli.UsageError("config.warmup.num_steps must be at least 1, got 0.")
-    _run(warm.experiment, warm.config, pathlib.Path(path), "warm start")
+    path = pathlib.Path(path)
+    with hosts.preemption() as reached:
+      _run(warm.experiment, warm.config, path, "warm start", reached)
   finally:
     experiment.close()
 
@@ -115,10 +130,12 @@ def _run(
   config: ml_collections.ConfigDict,
   path: pathlib.Path,
   description: str,
+  reached: Callable[[], bool],
 ) -> learners.TrainState:
   """Runs the loop in a folder of its own; returns the state at the end."""
   begun = time.monotonic()
-  with workdir.Workdir(path, config) as folder:
+  first = hosts.index() == 0
+  with workdir.Workdir(path, config, experiment.data) as folder:
     warm_start = experiment.warm_start
     if warm_start is None or folder.resumes:
       state = experiment.start()
@@ -129,13 +146,18 @@ def _run(
           warm_start.config,
           path / "warmup",
           f"{description}: warm start",
+          reached,
         ).params
       )
     state = folder.restore(state)
     start, end = int(state.step), config.num_steps
     waiting: list[tuple[int, dict[str, Any]]] = []
 
-    with sinks.Sinks(config.report_to, path, config, start) as report:
+    with contextlib.ExitStack() as stack:
+      report = None
+      if first:
+        made = sinks.Sinks(config.report_to, path, config, start)
+        report = stack.enter_context(made)
 
       def flush():
         for step, metrics in jax.device_get(waiting):
@@ -146,11 +168,12 @@ def _run(
             )
           metrics["seconds"] = time.monotonic() - begun
           folder.log(step, metrics)
-          report.log(step, metrics)
+          if report is not None:
+            report.log(step, metrics)
         waiting.clear()
         folder.log_rollouts(experiment.samples())
 
-      with cli.progress(end, start, description) as advance:
+      with cli.progress(end, start, description, shown=first) as advance:
         for step in range(start, end):
           metrics = {}
           try:
@@ -163,13 +186,18 @@ def _run(
             raise
           if step == start:
             jax.block_until_ready(state)
-            _tell_first_step()
+            if first:
+              _tell_first_step()
           waiting.append((step, metrics | stepped))
           if len(waiting) == 10:
             flush()
-          if (step + 1) % config.checkpoint_every == 0 or step + 1 == end:
+          told = reached()
+          due = (step + 1) % config.checkpoint_every == 0 or step + 1 == end
+          if due or told:
             flush()
             folder.save(step + 1, state)
+          if told:
+            raise cli.Interrupted(f"by SIGTERM at step {step + 1}")
           advance(1)
       waiting.append((end, experiment.observe(state.params)))
       flush()

@@ -1,36 +1,38 @@
 """A run's folder, and the only code that writes into it.
 
   config.json     what the run was asked to do
+  data.json       the checksums of what it learns from
   state.json      the shapes and dtypes of its state
   metrics.jsonl   a line {"step": …} for each call of `log`
   rollouts.jsonl  the lines given to `log_rollouts`
-  checkpoints/    the newest states, a folder a step
+  checkpoints/    the newest states and the best, a folder a step
 
 To resume is the default: a run that is killed at any moment and started again
 by the same command ends with the same state and the same lines, bit for bit, as
 one that was not. For this a checkpoint holds the lengths of the .jsonl files
 next to the state; restoring it cuts them there, and what followed is logged
 again.
+
+The processes of a run share the folder and make the same calls. The first alone
+holds the lock, writes, and looks at what is there; what it finds and refuses,
+all of them do. A checkpoint is written and read by all, each its part, and one
+that any of them cannot read is damaged for all.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 import concurrent.futures
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
-import socket
-from typing import Any
+from typing import Any, Literal
 
 from absl import logging
 import ml_collections
-from orbax.checkpoint import v1 as ocp
 
-from experiments import checkpoints, cli, streams
+from experiments import checkpoints, cli, kept, manifest, streams
+from groupstd import hosts
 
-_CONFIG = "config.json"
-_STATE = "state.json"
 _METRICS = "metrics.jsonl"
 _ROLLOUTS = "rollouts.jsonl"
 _CHECKPOINTS = "checkpoints"
@@ -46,6 +48,10 @@ class Workdir(contextlib.AbstractContextManager):
         folder.log(step + 1, {"loss": loss})
         folder.save(step + 1, state)
 
+  The newest `config.keep_checkpoints` checkpoints stay (2 if there is no such
+  field), and the one of the step for which the largest value of the metric
+  `config.keep_best` was logged, if it names one.
+
   Attributes:
     path: the folder, absolute.
   """
@@ -54,39 +60,39 @@ class Workdir(contextlib.AbstractContextManager):
     self,
     path: str | os.PathLike[str],
     config: ml_collections.ConfigDict,
-    *,
-    keep: int = 2,
+    data: Mapping[str, str] | None = None,
   ):
     """Opens the folder, made where there is none.
 
     Args:
       path: the folder.
       config: what the run is asked to do, of numbers, strings, lists, dicts.
-      keep: how many checkpoints stay, at least 2.
+      data: the checksums of what it learns from, by name, for what a path in
+        the config leads to may change; `manifest` makes them.
 
     Raises:
-      cli.UsageError: if another process is at work in the folder, if it holds
-        a run with another config (every field that differs is named), or if it
-        cannot be a run's folder.
+      cli.UsageError: if another run is at work in the folder, if it holds one
+        with another config or of other data (every field that differs is
+        named), if it cannot be a run's folder, or if the processes of this run
+        do not have the same data.
     """
-    if keep < 2:
-      raise ValueError(
-        f"`keep` must be at least 2, got {keep}: the newest checkpoint may turn"
-        " out unfinished or damaged."
-      )
+    self._kept = kept.Kept(config)
     self.path = pathlib.Path(path).absolute()
     self._streams: streams.Streams | None = None
     self._saving: concurrent.futures.Future[None] | None = None
+    self._steps: list[int] = []
+    data = dict(data or {})
+    with cli.building():
+      hosts.same("The data", data)
     with contextlib.ExitStack() as stack:
-      stack.enter_context(_locked(self.path))
-      _check_config(self.path, config)
-      self._checkpointer = stack.enter_context(
-        ocp.training.Checkpointer(
-          str(self.path / _CHECKPOINTS),
-          preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # pyright: ignore[reportArgumentType]
-          cleanup_tmp_directories=True,
-        )
-      )
+
+      def opened():
+        stack.enter_context(manifest.locked(self.path))
+        others = _METRICS, _ROLLOUTS, _CHECKPOINTS
+        manifest.claim(self.path, config, data, others)
+        self._folder.mkdir(exist_ok=True)
+
+      checkpoints.decide(f"opening {self.path}", opened)
       self._thread = stack.enter_context(
         concurrent.futures.ThreadPoolExecutor(max_workers=1)
       )
@@ -101,38 +107,44 @@ class Workdir(contextlib.AbstractContextManager):
 
     Args:
       state: a pytree of jax arrays; what is restored has its structure,
-        shapes, dtypes and shardings.
+        shapes, dtypes and shardings, whatever devices and processes the
+        checkpoint was saved from.
 
     Raises:
       cli.UsageError: if the checkpoints are of states with other shapes or
         dtypes (every leaf that differs is named), or all of them are damaged.
     """
-    whole = checkpoints.steps(self.path / _CHECKPOINTS)
-    for step in set(self._steps).difference(whole):
-      self._remove(step, "the process died before it was whole")
-    here = checkpoints.shapes(state)
-    if whole:
-      _check_same(self.path / _STATE, here)
-    else:
-      checkpoints.write(self.path / _STATE, json.dumps(here, indent=2))
+    whole = checkpoints.decide(
+      f"looking for checkpoints in {self.path}",
+      lambda: self._found(checkpoints.shapes(state)),
+    )
     found, causes = None, {}
     for step in whole[::-1]:
       try:
         found = self._load(step, state)
         break
-      except Exception as error:  # Orbax raises whatever it meets.
-        causes[step] = _first_line(error.__cause__ or error)
+      except checkpoints.DamagedError as error:
+        causes[step] = str(error)
     if found is None and causes:
       raise cli.UsageError(
         f"every checkpoint in {self.path} is damaged: {_listed(causes)}."
         " Another folder starts afresh."
       )
-    for step, why in causes.items():
-      self._remove(step, why)
     state, lengths = found or (state, {_METRICS: 0, _ROLLOUTS: 0})
-    self._streams = self._resources.enter_context(
-      streams.Streams(self.path, lengths)
-    )
+
+    def cut():
+      for step, why in causes.items():
+        checkpoints.remove(self._folder / str(step))
+        self._tell_removed(step, why)
+      self._streams = self._resources.enter_context(
+        streams.Streams(self.path, lengths)
+      )
+      self._kept.see(self.metrics())
+
+    checkpoints.decide(f"cutting the lines in {self.path}", cut)
+    if hosts.index():  # What it logs, the first process writes.
+      self._streams = streams.Streams(self.path, {})
+    self._steps = [step for step in whole if step not in causes]
     return state
 
   def log(self, step: int, metrics: dict[str, Any]) -> None:
@@ -142,7 +154,9 @@ class Workdir(contextlib.AbstractContextManager):
       step: the number of steps done.
       metrics: what a line can hold, as `streams.Streams.append` says.
     """
-    self._restored.append(_METRICS, [{"step": step, **metrics}])
+    line = {"step": step, **metrics}
+    self._restored.append(_METRICS, [line])
+    self._kept.see([line])
 
   def log_rollouts(self, lines: Iterable[dict[str, Any]]) -> None:
     """Appends lines to rollouts.jsonl."""
@@ -153,19 +167,47 @@ class Workdir(contextlib.AbstractContextManager):
 
     A step that is there already is left alone. What was logged so far is on
     disk before the checkpoint is; `close` waits until that is whole.
+
+    Raises:
+      cli.UsageError: if what was logged has no `config.keep_best`.
     """
     logs = self._restored
     if step in self._steps:
       return
-    self._wait()
-    saved = {"state": state, "lengths": logs.sync()}
-    response = self._checkpointer.save_async(step, saved, force=True)
-    self._saving = self._thread.submit(self._seal, step, response)
+    steps = [*self._steps, step]
+
+    def ready():
+      self._wait()
+      return logs.sync()
+
+    lengths = hosts.gather(
+      f"the save before that of step {step}",
+      ready,
+      seconds=checkpoints.PATIENCE,
+    )[0]
+    outdated = checkpoints.decide(
+      f"the save of step {step}", lambda: self._kept.outdated(steps)
+    )
+    saved = checkpoints.save(
+      self._folder / str(step), {"state": state, "lengths": lengths}
+    )
+    self._steps = [x for x in steps if x not in outdated]
+
+    def seal():
+      saved()
+      if hosts.index() == 0:
+        checkpoints.seal(self._folder / str(step))
+        for old in outdated:
+          checkpoints.remove(self._folder / str(old))
+
+    self._saving = self._thread.submit(seal)
 
   @property
   def resumes(self) -> bool:
     """Whether there is a checkpoint to go on from."""
-    return bool(checkpoints.steps(self.path / _CHECKPOINTS))
+    return checkpoints.decide(
+      f"looking into {self.path}", lambda: bool(checkpoints.steps(self._folder))
+    )
 
   def metrics(self) -> list[dict[str, Any]]:
     """The lines logged so far."""
@@ -179,9 +221,8 @@ class Workdir(contextlib.AbstractContextManager):
     self.close()
 
   @property
-  def _steps(self) -> list[int]:
-    """The steps that have a checkpoint, oldest first."""
-    return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+  def _folder(self) -> pathlib.Path:
+    return self.path / _CHECKPOINTS
 
   @property
   def _restored(self) -> streams.Streams:
@@ -193,28 +234,34 @@ class Workdir(contextlib.AbstractContextManager):
       )
     return self._streams
 
-  def _checkpoint(self, step: int) -> pathlib.Path:
-    return self.path / _CHECKPOINTS / str(step)
+  def _found(self, shapes: dict[str, str]) -> list[int]:
+    """The whole checkpoints of states with these shapes; nothing else stays."""
+    whole = checkpoints.steps(self._folder)
+    if whole:
+      manifest.check(self.path / manifest.STATE, shapes)
+    else:
+      text = json.dumps(shapes, indent=2)
+      checkpoints.write(self.path / manifest.STATE, text)
+    for step in checkpoints.clean(self._folder):
+      self._tell_removed(step, "the process died before it was whole")
+    return whole
 
   def _load(self, step: int, state: Any) -> tuple[Any, dict[str, int]]:
     """The state and the lengths of the logs at a step, if all is well."""
     like = {"state": state, "lengths": {_METRICS: 0, _ROLLOUTS: 0}}
-    saved = checkpoints.read(self._checkpoint(step), like)
-    streams.check(self.path, saved["lengths"])
+    saved = checkpoints.read(self._folder / str(step), like)
+    checkpoints.agree(
+      f"looking at the lines in {self.path}",
+      lambda: streams.check(self.path, saved["lengths"]),
+      first=True,
+    )
     return saved["state"], saved["lengths"]
 
-  def _remove(self, step: int, why: str) -> None:
-    """Removes a checkpoint that does not count, and says so."""
+  def _tell_removed(self, step: int, why: str) -> None:
     logging.warning(
       f"checkpoint {step} in {self.path} is removed: {why}. The run resumes"
       " from the one before it, or from the beginning."
     )
-    self._checkpointer.delete(step)
-
-  def _seal(self, step: int, response: Any) -> None:
-    """Makes a checkpoint whole once its save is done."""
-    response.result()
-    checkpoints.seal(self._checkpoint(step))
 
   def _wait(self) -> None:
     """Waits for the save under way; raises what went wrong with it, once."""
@@ -224,12 +271,15 @@ class Workdir(contextlib.AbstractContextManager):
 
 
 def load(
-  path: str | os.PathLike[str], like: Any, step: int | None = None
+  path: str | os.PathLike[str],
+  like: Any,
+  step: int | Literal["best"] | None = None,
 ) -> tuple[int, Any]:
-  """(step, state) of a run's newest whole checkpoint, or of a given step.
+  """(step, state) of a run's newest whole checkpoint, of a given or best step.
 
   For evaluating a run, or starting another from it: takes no lock, changes
-  nothing in the folder, and may be called while the run trains.
+  nothing in the folder, and may be called while the run trains. Where there
+  are several processes, all of them call it.
 
     like = jax.eval_shape(policy.init, jax.random.key(0))
     step, state = workdir.load(path, {"params": like})
@@ -240,8 +290,10 @@ def load(
       any part of it: {"params": …} of a TrainState, or a TrainState with `...`
       for what is not wanted. What is loaded has its structure, shapes, dtypes
       and shardings (one device where it names none).
-    step: of the checkpoint; the newest by default, where a damaged one is
-      passed over, with a warning, for the one before it.
+    step: of the checkpoint; "best" is the one with the largest value of the
+      metric that the run's `config.keep_best` names; by default the newest,
+      where a damaged one is passed over, with a warning, for the one before
+      it.
 
   Raises:
     cli.UsageError: if there is no such checkpoint, it is damaged (the file is
@@ -249,40 +301,33 @@ def load(
       named).
   """
   path = pathlib.Path(path).absolute()
-  if not (path / _STATE).exists():
-    raise cli.UsageError(
-      f"{path} holds no run that can be loaded: it has no {_STATE}."
-    )
-  _check_same(path / _STATE, checkpoints.shapes(like), part=True)
+
+  def known():
+    if not (path / manifest.STATE).exists():
+      raise cli.UsageError(
+        f"{path} holds no run that can be loaded: it has no {manifest.STATE}."
+      )
+    manifest.check(path / manifest.STATE, checkpoints.shapes(like), part=True)
+
+  checkpoints.decide(f"looking into {path}", known)
   causes: dict[int, str] = {}
   while True:
     # Anew each time: the run may have saved another, and removed this one.
-    there = checkpoints.steps(path / _CHECKPOINTS)
-    if step is not None and step not in there:
-      raise cli.UsageError(
-        f"{path} holds no whole checkpoint of step {step}; it holds"
-        f" {', '.join(map(str, there)) or 'none'}."
-      )
-    untried = {step} if step is not None else set(there)
-    if not (untried := untried.difference(causes)):
-      break
-    newest = max(untried)
-    checkpoint = path / _CHECKPOINTS / str(newest)
+    chosen, damaged = checkpoints.decide(
+      f"choosing a checkpoint in {path}", lambda: _choose(path, step, causes)
+    )
     try:
+      checkpoint = path / _CHECKPOINTS / str(chosen)
       state = checkpoints.read(checkpoint, {"state": like})["state"]
-    except Exception as error:  # Orbax raises whatever it meets.
-      causes[newest] = _first_line(error.__cause__ or error)
+    except checkpoints.DamagedError as error:
+      causes[chosen] = str(error)
       continue
-    damaged = {s: why for s, why in causes.items() if s in there}
     if damaged:
       logging.warning(
-        f"checkpoint {newest} in {path} is loaded, as later ones are damaged:"
+        f"checkpoint {chosen} in {path} is loaded, as later ones are damaged:"
         f" {_listed(damaged)}."
       )
-    return newest, state
-  raise cli.UsageError(
-    f"{path} holds no whole checkpoint: {_listed(causes) or 'none was saved'}."
-  )
+    return chosen, state
 
 
 def read_config(path: str | os.PathLike[str]) -> ml_collections.ConfigDict:
@@ -291,7 +336,7 @@ def read_config(path: str | os.PathLike[str]) -> ml_collections.ConfigDict:
   Raises:
     cli.UsageError: if the folder holds no run.
   """
-  file = pathlib.Path(path) / _CONFIG
+  file = pathlib.Path(path) / manifest.CONFIG
   try:
     fields = json.loads(file.read_text())
   except OSError as error:
@@ -309,73 +354,27 @@ def read_rollouts(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   return streams.read(pathlib.Path(path) / _ROLLOUTS)
 
 
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-  """Makes the folder and holds its lock, which dies with the process."""
-  try:
-    path.mkdir(parents=True, exist_ok=True)
-    file = (path / ".lock").open("a+")
-  except OSError as error:
-    raise cli.UsageError(f"{path} cannot be a run's folder: {error}") from None
-  with file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      file.seek(0)
-      raise cli.UsageError(
-        f"{path} is in use by {file.read() or 'another process'}: two runs in"
-        " one folder would overwrite each other."
-      ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    yield
-
-
-def _check_config(
-  path: pathlib.Path, config: ml_collections.ConfigDict
-) -> None:
-  """Writes the config into a new folder; refuses one that holds another."""
-  text = config.to_json(indent=2)
-  if (path / _CONFIG).exists():
-    _check_same(path / _CONFIG, json.loads(text))
-    return
-  for name in (_METRICS, _ROLLOUTS, _CHECKPOINTS):
-    if (path / name).exists():
-      raise cli.UsageError(
-        f"{path} holds {name} but no {_CONFIG}: it is not a run's folder."
-      )
-  checkpoints.write(path / _CONFIG, text)
-
-
-def _check_same(file: pathlib.Path, value: Any, part: bool = False) -> None:
-  """Raises if a file's JSON is not this value, naming every field that differs.
-
-  If `part`, the file may have further fields.
-  """
-  there = _fields(json.loads(file.read_text()), file.stem)
-  here = _fields(value, file.stem)
-  differing = [
-    f"{name}: the folder has {there.get(name, 'nothing')}, the command has"
-    f" {here.get(name, 'nothing')}"
-    for name in sorted(here if part else there.keys() | here.keys())
-    if there.get(name) != here.get(name)
-  ]
-  if differing:
+def _choose(
+  path: pathlib.Path,
+  step: int | Literal["best"] | None,
+  causes: dict[int, str],
+) -> tuple[int, dict[int, str]]:
+  """The checkpoint to read next, and which of those passed over are there."""
+  there = checkpoints.steps(path / _CHECKPOINTS)
+  if step == "best":
+    step = kept.best(read_config(path), read_metrics(path), there)
+  if step is not None and step not in there:
     raise cli.UsageError(
-      f"{file.parent} holds another run: {'; '.join(differing)}."
+      f"{path} holds no whole checkpoint of step {step}; it holds"
+      f" {', '.join(map(str, there)) or 'none'}."
     )
-
-
-def _fields(value: Any, name: str) -> dict[str, str]:
-  """The JSON text of each field, by its dotted name."""
-  if not (isinstance(value, dict) and value):
-    return {name: json.dumps(value)}
-  return {
-    field: text
-    for key in value
-    for field, text in _fields(value[key], f"{name}.{key}").items()
-  }
+  untried = {step} if step is not None else set(there)
+  if not (untried := untried.difference(causes)):
+    raise cli.UsageError(
+      f"{path} holds no whole checkpoint:"
+      f" {_listed(causes) or 'none was saved'}."
+    )
+  return max(untried), {s: why for s, why in causes.items() if s in there}
 
 
 def _tuples(value: Any) -> Any:
@@ -387,8 +386,3 @@ def _tuples(value: Any) -> Any:
 
 def _listed(causes: dict[int, str]) -> str:
   return "; ".join(f"{step}: {why}" for step, why in causes.items())
-
-
-def _first_line(error: BaseException) -> str:
-  """An error's type and the first line of its message, at most 200 letters."""
-  return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]

@@ -215,6 +215,10 @@ class Block(nnx.Module):
     return x.reshape(batch, length, width), kept
 
 
+def _anywhere(x: jax.Array) -> jax.Array:
+  return x
+
+
 class Transformer(nnx.Module):
   """Embedding, L blocks stacked along a first axis, norm, head.
 
@@ -222,7 +226,9 @@ class Transformer(nnx.Module):
   takes it; `transformer.policy` is the faster way.
   """
 
-  def __init__(self, config: Config, *, rngs: nnx.Rngs):
+  def __init__(self, config: Config, *, rngs: nnx.Rngs, lay=_anywhere):
+    """Args: the shape; its random numbers; what lays activations on a mesh."""
+
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap
     def blocks(rngs):
@@ -249,6 +255,7 @@ class Transformer(nnx.Module):
         rngs=rngs,
       )
     self.config = config
+    self.lay = lay
 
   def __call__(self, tokens):
     mask = jnp.ones(tokens.shape, bool)
@@ -296,7 +303,7 @@ class Transformer(nnx.Module):
     inside = jnp.clip(tokens, 0, self.config.vocab_size - 1).reshape(batch, -1)
     row = jnp.concatenate([prompts, inside], axis=1)
     where = jnp.concatenate([positions, after], axis=1)
-    hidden, _ = self._scan(row, where, attend)
+    hidden, _ = self._scan(row, where, attend, self.lay)
     answered = hidden[:, width:].reshape(*tokens.shape, hidden.shape[-1])
     return hidden[:, :width], answered
 
@@ -348,17 +355,18 @@ class Transformer(nnx.Module):
       logits = self.head(hidden)
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
-  def _scan(self, tokens, positions, attend):
+  def _scan(self, tokens, positions, attend, lay=_anywhere):
     """The normed hidden states of all layers' end, and what `attend` keeps."""
     rotary = _rotary(self.config, positions)
     graph, stacked = nnx.split(self.blocks)
 
     def layer(x, params):
-      return nnx.merge(graph, params)(x, rotary, attend)
+      x, kept = nnx.merge(graph, params)(x, rotary, attend)
+      return lay(x), kept
 
     if self.config.remat:
       layer = jax.checkpoint(layer)
-    x = self.embed(tokens)
+    x = lay(self.embed(tokens))
     if not self.config.unroll:
       x, kept = jax.lax.scan(layer, x, stacked)
       return self.norm(x), kept

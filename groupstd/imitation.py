@@ -1,7 +1,6 @@
 """Imitation: maximum likelihood on answers that are given, for a warm start."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -10,7 +9,7 @@ import optax
 
 from groupstd import learners, policies
 
-__all__ = ["Info", "Learner", "learner"]
+__all__ = ["Info", "learner"]
 
 
 class Info(NamedTuple):
@@ -27,19 +26,9 @@ class Info(NamedTuple):
   nonfinite: jax.Array
 
 
-class Learner(NamedTuple):
-  """init: params → TrainState. step: (state, examples) → (state, Info)."""
-
-  init: Callable[[Any], learners.TrainState]
-  step: Callable[
-    [learners.TrainState, tuple[Any, jax.Array, jax.Array]],
-    tuple[learners.TrainState, Info],
-  ]
-
-
 def learner(
   policy: policies.Policy, optimizer: optax.GradientTransformation
-) -> Learner:
+) -> learners.Learner:
   """θ ← optimizer(−∇_θ Σ mask·log π(tokens | prompts) / Σ mask).
 
   Its step takes (prompts, tokens [B, G, T], mask [B, G, T]), as a task's
@@ -53,11 +42,13 @@ def learner(
     AssertionError: from the step, if tokens and mask differ in shape.
   """
 
-  def init(params):
+  def init(params, reference=None):
+    del reference
     zero = jnp.zeros([], jnp.int32)
     return learners.TrainState(zero, params, optimizer.init(params))
 
-  def step(state, examples):
+  def step(state, examples, *, shards=1):
+    del shards
     prompts, tokens, mask = examples
     chex.assert_equal_shape([tokens, mask])
 
@@ -82,4 +73,12 @@ def learner(
     )
     return state, Info(value, grad_norm, ~finite)
 
-  return Learner(init, step)
+  def pad(examples, shards):
+    number = len(examples[2])
+    rows = jnp.arange(number + -number % shards)
+    prompts, tokens, mask = jax.tree.map(
+      lambda x: jnp.take(x, rows, axis=0, mode="clip"), examples
+    )
+    return prompts, tokens, mask & (rows < number)[:, None, None]
+
+  return learners.Learner(init, step, pad)

@@ -97,10 +97,13 @@ class Learner(NamedTuple):
       is kept.
     step: (state, rollout, *, shards=1) → (state, Info). Where the groups lie in
       equal pieces on several devices, `shards` says on how many: none is moved.
+    pad: (rollout, shards) → the rollout with groups that weigh nothing at its
+      end, so that it can be cut into as many pieces, each into a step's parts.
   """
 
   init: _Init
-  step: Callable[..., tuple[TrainState, Info]]
+  step: Callable[..., tuple[TrainState, Any]]
+  pad: Callable[[Any, int], Any]
 
 
 def policy_gradient(
@@ -167,7 +170,7 @@ def policy_gradient(
   Raises:
     ValueError: if a coefficient is negative or a number of parts below 1, or
       the policy offers no entropy that is asked for; from the step, if
-      mini_batches·micro_batches does not divide B.
+      mini_batches·micro_batches does not divide B: see the learner's `pad`.
     AssertionError: from `init`, if the reference's shapes are not the params'.
   """
   surrogate = surrogate or losses.reinforce()
@@ -213,8 +216,8 @@ def policy_gradient(
       raise ValueError(
         "`mini_batches`·`micro_batches` must divide the"
         f" {len(rollout.where)} groups of a batch, got"
-        f" {mini_batches}·{micro_batches}: `rollouts.pad` adds groups that"
-        " weigh nothing."
+        f" {mini_batches}·{micro_batches}: the learner's `pad` adds groups"
+        " that weigh nothing."
       )
     advantages, keep = rule(rollout.rewards, rollout.where, rollout.scores)
     # Whatever a rule makes of an answer without a score.
@@ -330,7 +333,10 @@ def policy_gradient(
     params, opt_state = carry
     return TrainState(state.step + 1, params, opt_state, state.reference), info
 
-  return Learner(init, step)
+  def pad(rollout, shards):
+    return rollouts.pad(rollout, shards * parts)
+
+  return Learner(init, step, pad)
 
 
 def _mean(sums: jax.Array, counts: jax.Array) -> jax.Array:

@@ -7,6 +7,9 @@ what they ascend (arXiv:2607.00152 against arXiv:2503.14476): a silent group is
 
 Keys are folded, never stored: fold(seed, step, prompt id, draw). The same
 parameters draw the same answers on any number of devices and after a resume.
+
+Where several processes train, each runs this with the same arguments and takes
+the same decisions: answers are small, so that all have them all on the host.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +17,7 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,6 +30,7 @@ __all__ = [
   "Rollout",
   "check_sizes",
   "collector",
+  "on_host",
   "pad",
 ]
 
@@ -152,14 +157,14 @@ def collector(
   def draw(params, step, ids, prompts, rows, number, size):
     """Draws groups for some rows of the prompts, filled up to `size`."""
     fill = np.minimum(np.arange(size), len(rows) - 1)
-    padded = jax.tree.map(lambda x: jnp.asarray(x[rows[fill]]), prompts)
+    padded = jax.tree.map(lambda x: x[rows[fill]], prompts)
     # One prompt drawn a second time has another key; another prompt's first
     # draw is a first draw.
     answers, mask = sample(
       params, step, ids[rows[fill]], number if max_draws > 1 else 0, padded
     )
     ids, prompts = ids[rows], jax.tree.map(lambda x: x[rows], prompts)
-    drawn = jax.tree.map(lambda x: np.asarray(x)[: len(rows)], answers)
+    drawn = jax.tree.map(lambda x: x[: len(rows)], on_host(answers))
     verdict = tasks.check_scores(
       task.reward(prompts, drawn.tokens, drawn.mask), ids, group_size
     )
@@ -179,9 +184,9 @@ def collector(
       tokens=answers.tokens,
       mask=mask,
       log_probs=answers.log_probs,
-      rewards=jnp.asarray(verdict.rewards[fill]),
-      scores=jnp.asarray(verdict.scores[fill]),
-      where=jnp.asarray(verdict.where[fill]),
+      rewards=verdict.rewards[fill],
+      scores=verdict.scores[fill],
+      where=verdict.where[fill],
     )
     silent = statistics(groups.scores, groups.where).silent
     return groups, np.array(silent)[: len(rows)]
@@ -229,6 +234,13 @@ def collector(
     )
 
   return collect
+
+
+def on_host(tree: Any) -> Any:
+  """Arrays as numpy has them, on every process whole, wherever they lie."""
+  if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
+    return jax.device_get(tree)
+  return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def pad(rollout: Rollout, multiple: int) -> Rollout:

@@ -46,6 +46,7 @@ def policy(
   stop: Sequence[int] = (),
   temperature: float = 1.0,
   packing: int | None = None,
+  lay: Callable[[jax.Array], jax.Array] | None = None,
 ) -> policies.Policy:
   """π(y|x) = Π_t softmax(logits_t / temperature), prompts padded or not.
 
@@ -64,6 +65,8 @@ def policy(
       quarter, are moved together into as many rows, with a copy of the prompt
       each. What is drawn stays the same, sooner where lengths differ; each time
       is one more loop to compile. By default once if T is at least 32.
+    lay: activations [B, N, W] of the log-probs' pass → where they lie on a
+      mesh, such as `sharding.lay_groups(mesh)`; as XLA likes by default.
 
   Raises:
     ValueError: if a number is out of its range, or a stop token not in the
@@ -86,7 +89,8 @@ def policy(
       f"`stop` must hold tokens below the {config.vocab_size} of the"
       f" vocabulary, got {wrong}: no answer would end in them."
     )
-  shapes = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+  laid = {} if lay is None else {"lay": lay}
+  shapes = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), **laid))
   merge: Callable[[Any], Any] = policies.split(shapes)[1]
 
   @jax.jit

@@ -116,7 +116,7 @@ class Worker:
       daemon=True,
     )
     resource_tracker.ensure_running()  # Its start would unblock signals.
-    with _sigint_blocked(), _main_hidden(unless=b"__main__" in pickled):
+    with _signals_blocked(), _main_hidden(unless=b"__main__" in pickled):
       self._process.start()
     theirs.close()
     self._ended = False
@@ -254,9 +254,13 @@ def _work(
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-  """For the process that is started within, all its life."""
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+def _signals_blocked() -> Iterator[None]:
+  """For the process that is started within, all its life.
+
+  Ctrl-C and a scheduler's SIGTERM go to all processes, and are the run's.
+  """
+  blocked = [signal.SIGINT, signal.SIGTERM]
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
   try:
     yield
   finally:

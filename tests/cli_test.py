@@ -15,6 +15,7 @@ import sys
 import pytest
 
 from experiments import cli
+from groupstd import hosts
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -42,6 +43,10 @@ def main(argv):
       raise ValueError("`group_size` must be at least 2,\\n got 1.")
   if do == "refuse":
     raise cli.UsageError("another run.")
+  if do == "interrupt":
+    error = cli.Interrupted("by SIGTERM at step 7")
+    error.add_note("process 1 of 2")
+    raise error
   if do == "sleep":
     print("asleep", flush=True)
     time.sleep(60)
@@ -262,6 +267,40 @@ def test_an_interrupt_says_how_to_go_on(folder):
   _, err = process.communicate(timeout=60)
   assert process.returncode == 130
   assert err == "interrupted: the same command resumes the run\n"
+
+
+def test_a_run_that_was_told_to_end_asks_for_another_try(folder):
+  code, out, err = _run(folder, "--config=toy.py", "--do=interrupt")
+  assert (code, out) == (75, "")
+  assert err == (
+    "process 1 of 2: interrupted by SIGTERM at step 7: the same command"
+    " resumes the run\n"
+  )
+
+
+@pytest.mark.parametrize(
+  ("cluster", "others", "message"),
+  [
+    ("auto", ("a:1", 2, 0), "--cluster=auto finds by itself"),
+    ("auto", (None, None, 0), "--cluster=auto finds by itself"),
+    ("alone", (None, 2, 0), "--coordinator is missing"),
+    ("alone", ("a:1", None, None), "--num_processes is missing"),
+    ("alone", ("a:1", 2, None), "--process_id is missing"),
+    ("alone", ("a:1", 2, 2), "below --num_processes, got 2 of 2"),
+    ("alone", ("a", 2, 1), "host:port of process 0, got 'a'"),
+    ("alone", ("a:b", 2, 1), "host:port of process 0, got 'a:b'"),
+  ],
+)
+def test_processes_that_do_not_fit_together_are_refused(
+  cluster, others, message
+):
+  with pytest.raises(cli.UsageError, match=message):
+    cli.joined(cluster, *others).__enter__()
+
+
+def test_a_process_is_alone_by_default():
+  with cli.joined("alone", None, None, None):
+    assert hosts.count() == 1
 
 
 def test_progress_is_live_on_a_terminal_and_silent_elsewhere(folder):

@@ -91,9 +91,9 @@ METHODS = list(methods._methods(4))
     ({"surrogate": {"token_mean": {}}}, "config.surrogate has no 'token_mean'"),
     ({"kl": "clipped"}, "config.kl has no 'clipped'; there are k1, k2, k3"),
     (
-      {"num_groups": 6, "mini_batches": 2, "micro_batches": 2},
+      {"num_groups": 6, "mini_batches": 4, "micro_batches": 1},
       r"config.num_groups must be a multiple of"
-      r" mini_batches·micro_batches, got 6 and 2·2",
+      " mini_batches, got 6 and 4",
     ),
     ({"num_groups": 33}, "config.num_groups: .* 1 to 32 prompts, got 33"),
     ({"num_groups": 0}, "`num_groups` must be .* at least 1, got 0"),
@@ -227,8 +227,8 @@ def test_every_method_moves_what_it_trains(method, tmp_path):
     assert found["clip_fraction"] == 0  # No ratio has left 1.
   else:
     assert moved > 0.01 / 3
-    # From the second update on GSPO's bounds of 3e-4 bind, CISPO's hardly.
-    assert (found["clip_fraction"] > 0) == (method == "gspo")
+    # From the second update on GSPO's bounds of 3e-4 bind.
+    assert found["clip_fraction"] > 0 or method != "gspo"
   dapo = method.startswith("dapo")
   groups = made.num_groups - (found["left_silent"] if dapo else 0)
   assert found["kept"] == groups

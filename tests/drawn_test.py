@@ -218,6 +218,18 @@ def test_failures_and_abstentions_are_no_wrong_answers():
   assert [x["advantage"] is None for x in first] == [False, True, False, False]
 
 
+def test_failures_are_those_of_all_processes(monkeypatch):
+  def both(what, function, *, seconds):
+    assert seconds > 0
+    return [function(), function()]
+
+  monkeypatch.setattr(drawn.hosts, "gather", both)
+  scores = {i: [["raise", 1, 0, "raise"]] for i in range(4)}
+  found, *_ = step(scores, sigma.dapo())
+  assert found["exceptions"] == 2 * 8
+  assert (found["timeouts"], found["died"]) == (0, 0)
+
+
 def test_where_nothing_is_kept_there_is_no_mean():
   found, lines, *_ = step({i: [[0] * 4] for i in range(4)}, sigma.dapo())
   assert np.isnan(found["reward_kept"])

@@ -102,7 +102,7 @@ def test_the_greedy_accuracy_is_the_run_s_own(run, flag):
 
 
 def test_a_step_names_its_checkpoint_and_a_seed_its_draws(run, flag):
-  with flag(samples=4, questions=16, batch=16, step=5):
+  with flag(samples=4, questions=16, batch=16, step="5"):
     step, first = found(run)
     assert step == 5
     assert found(run)[1] == first
@@ -113,7 +113,7 @@ def test_a_step_names_its_checkpoint_and_a_seed_its_draws(run, flag):
       cold = found(run)[1]["all"]
       assert cold["mean@4"] == pytest.approx(cold["greedy"])
   with (
-    flag(questions=16, step=7),
+    flag(questions=16, step="7"),
     pytest.raises(cli.UsageError, match="no whole checkpoint of step 7"),
   ):
     found(run)

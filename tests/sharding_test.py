@@ -71,7 +71,7 @@ def same_steps(
     surrogate=losses.clipped(),
     **kwargs,
   )
-  spread = sharding.data_parallel(learner, sharding.make_mesh(size))
+  spread = sharding.sharded(learner, sharding.make_mesh(size))
 
   @functools.partial(jax.jit, static_argnums=0)
   def run(learner, batches):  # In one program: a program costs a second.
@@ -205,7 +205,7 @@ def test_a_step_does_nothing_but_sum_over_the_mesh(num_groups, micro_batches):
   rollout, _ = collect(state.params, 0)
   state = sharding.replicate(state, mesh)
   for step, *arguments in [
-    (sharding.data_parallel(learner, mesh).step, state, rollout),
+    (sharding.sharded(learner, mesh).step, state, rollout),
     (sharding.fuse(collect, learner, mesh), state),
   ]:
     program = jax.jit(step).lower(*arguments).compile()
@@ -213,15 +213,32 @@ def test_a_step_does_nothing_but_sum_over_the_mesh(num_groups, micro_batches):
 
 
 def test_the_cut_runs_between_groups():
-  mesh = sharding.make_mesh(4)
-  cut = sharding.shard_groups(softmax_rollout(5), mesh)
-  for leaf in jax.tree.leaves(cut):
-    for shard in leaf.addressable_shards:
-      assert shard.data.shape == (2, *leaf.shape[1:])
+  _, learner = scalar(5)
+  pieces = []
+
+  def see(state, rollout, *, shards):
+    assert shards == 4
+    for leaf in jax.tree.leaves(rollout):
+
+      def found(cut, shape=leaf.shape):
+        pieces.append((cut.shard_shape(shape), (2, *shape[1:])))
+
+      jax.debug.inspect_array_sharding(leaf, callback=found)
+    return learner.step(state, rollout, shards=shards)
+
+  policy, _ = scalar(5)
+  spread = sharding.sharded(
+    learner._replace(step=see), sharding.make_mesh(2, 2, devices=jax.devices())
+  )
+  rollout = softmax_rollout(5)
+  spread.step(spread.init(policy.init(jax.random.key(0))), rollout)
+  assert len(pieces) == len(jax.tree.leaves(rollout))
+  for found, expected in pieces:
+    assert found == expected
   assert len(sharding.make_mesh().devices) == 8
-  with pytest.raises(ValueError, match=r"from 1 to the 8 .* got 0"):
+  with pytest.raises(ValueError, match=r"`data` must be at least 1, .* got 0"):
     sharding.make_mesh(0)
-  with pytest.raises(ValueError, match=r"from 1 to the 8 .* got 9"):
+  with pytest.raises(ValueError, match=r"at most the 8 devices .* 9·1·1 = 9"):
     sharding.make_mesh(9)
 
 
@@ -233,7 +250,7 @@ def test_the_parameters_given_to_init_stay_the_callers(size):
   rollout, _ = draws.collect_bernoulli(
     policy, tasks.bernoulli(8), num_groups=8, group_size=4
   )(params, 0)
-  spread = sharding.data_parallel(learner, sharding.make_mesh(size))
+  spread = sharding.sharded(learner, sharding.make_mesh(size))
   state = spread.init(params)
   spread.step(state, rollout)
   assert state.params.is_deleted()

@@ -261,7 +261,7 @@ def test_packing_stays_on_each_device():
   expected, _ = jax.jit(full.step)(state, rollout)
   for size in 2, 8:
     mesh = sharding.make_mesh(size)
-    spread = sharding.data_parallel(learner, mesh)
+    spread = sharding.sharded(learner, mesh)
     groups = NamedSharding(mesh, PartitionSpec("data"))
     placed = jax.device_put(rollout, groups)
     start = sharding.replicate(state, mesh)

@@ -56,6 +56,7 @@ def config(
     "learning_rate": 0.01,
   }
   made.update(tiny)
+  made.mesh.data = 1  # Of the tests' eight.
   made.warmup.update(
     {
       "num_steps": 0,

@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -131,13 +133,142 @@ def test_a_run_resumed_from_a_checkpoint_is_the_uninterrupted_one(tmp_path):
     train.run(config, whole)
     train.run(config, parts)
     # Back to the checkpoint of step 10, as if it had been killed after it.
-    with workdir.Workdir(parts, config) as folder:
-      folder.restore(train.build(config).start())
-      folder._remove(12, "the test wants it")
+    shutil.rmtree(parts / "checkpoints" / "12")
     train.run(config, parts)
     assert without_clock(parts) == without_clock(whole)
     a, b = final_state(parts, config), final_state(whole, config)
     jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def terminated(experiment, at):
+  """The same, but for a SIGTERM in the midst of a step."""
+
+  def step(state):
+    if int(state.step) == at:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return experiment.step(state)
+
+  return experiment._replace(step=step)
+
+
+def test_sigterm_saves_after_the_step_and_the_run_resumes(
+  tmp_path, monkeypatch
+):
+  config, build = small("dapo"), train.build
+  before = signal.getsignal(signal.SIGTERM)
+  train.run(config, tmp_path / "whole")
+  monkeypatch.setattr(train, "build", lambda c: terminated(build(c), 6))
+  with pytest.raises(cli.Interrupted, match="by SIGTERM at step 7"):
+    train.run(config, tmp_path / "parts")
+  assert signal.getsignal(signal.SIGTERM) is before
+  # Between the checkpoints of every fifth step.
+  assert (tmp_path / "parts" / "checkpoints" / "7").is_dir()
+  lines = workdir.read_metrics(tmp_path / "parts")
+  assert [x["step"] for x in lines] == list(range(7))
+  train.run(config, tmp_path / "parts")
+  assert without_clock(tmp_path / "parts") == without_clock(tmp_path / "whole")
+
+
+def test_sigterm_in_a_warm_start_saves_that(tmp_path, monkeypatch):
+  build = train.build
+
+  def warmed(config):
+    experiment = build(config)
+    warm_start = train.WarmStart(
+      terminated(experiment, 3), small("dapo"), lambda _: experiment.start()
+    )
+    return experiment._replace(warm_start=warm_start)
+
+  monkeypatch.setattr(train, "build", warmed)
+  with pytest.raises(cli.Interrupted, match="by SIGTERM at step 4"):
+    train.run(small("grpo"), tmp_path)
+  assert (tmp_path / "warmup" / "checkpoints" / "4").is_dir()
+  train.run(small("grpo"), tmp_path)
+  for folder in tmp_path / "warmup", tmp_path:
+    steps = [x["step"] for x in workdir.read_metrics(folder)]
+    assert steps == list(range(13))
+
+
+def test_sigterm_after_a_warm_start_is_not_lost(tmp_path, monkeypatch):
+  """Told while the warm start is observed once more, at its end."""
+  build = train.build
+
+  def warmed(config):
+    experiment = build(config)
+    calls = iter(range(13))
+
+    def observe(params):
+      if next(calls) == 12:
+        os.kill(os.getpid(), signal.SIGTERM)
+      return experiment.observe(params)
+
+    warm_start = train.WarmStart(
+      experiment._replace(observe=observe),
+      small("dapo"),
+      lambda _: experiment.start(),
+    )
+    return experiment._replace(warm_start=warm_start)
+
+  monkeypatch.setattr(train, "build", warmed)
+  with pytest.raises(cli.Interrupted, match="by SIGTERM at step 1"):
+    train.run(small("grpo"), tmp_path)
+  assert len(workdir.read_metrics(tmp_path / "warmup")) == 13
+
+
+def test_processes_that_were_given_different_runs_start_none(
+  tmp_path, monkeypatch
+):
+  def same(what, value):
+    assert value["config"]["num_prompts"] == 64
+    raise ValueError(f"{what} must be the same, {value['workdir']} differs")
+
+  monkeypatch.setattr(train.hosts, "same", same)
+  with pytest.raises(cli.UsageError, match=f"{tmp_path / 'run'} differs"):
+    train.run(small("grpo"), tmp_path / "run")
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes_saves_the_same_step(tmp_path):
+  """Both exit with 75, and say at which step; the first alone reports."""
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    port = probe.getsockname()[1]
+  flags = ["--config=configs/bernoulli.py:dapo", "--config.num_prompts=64"]
+  flags += ["--config.num_steps=100000", "--config.num_devices=2"]
+  flags += [f"--workdir={tmp_path / 'run'}", "--num_processes=2"]
+  flags += [f"--coordinator=localhost:{port}"]
+  one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+  outputs = [tmp_path / f"out{i}" for i in range(2)]
+  with outputs[0].open("w") as out0, outputs[1].open("w") as out1:
+    pair = [
+      subprocess.Popen(
+        [sys.executable, "-m", "experiments.main", *flags, f"--process_id={i}"],
+        cwd=ROOT,
+        env={**os.environ, **one, "PYTHONUNBUFFERED": "1"},
+        stdout=out,
+        stderr=subprocess.STDOUT,
+      )
+      for i, out in enumerate((out0, out1))
+    ]
+    try:
+      limit = time.monotonic() + 60
+      while "first step" not in outputs[0].read_text():
+        assert pair[0].poll() is None, outputs[0].read_text()
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+      pair[1].send_signal(signal.SIGTERM)
+      codes = [process.wait(timeout=60) for process in pair]
+    finally:
+      for process in pair:
+        process.kill()
+  texts = [output.read_text() for output in outputs]
+  assert codes == [75, 75], "\n".join(texts)
+  saved = max(int(x.name) for x in (tmp_path / "run/checkpoints").iterdir())
+  for i, text in enumerate(texts):
+    told = f"process {i} of 2: interrupted by SIGTERM at step {saved}:"
+    assert told in text
+  assert "first step" not in texts[1]
 
 
 @pytest.mark.slow

@@ -197,5 +197,6 @@ def test_a_folder_that_is_not_a_runs_is_left_alone(tmp_path):
   assert lines(tmp_path) == {"metrics.jsonl": b"mine\n"}
   with pytest.raises(cli.UsageError, match="cannot be a run's folder"):
     workdir.Workdir(tmp_path / "metrics.jsonl", CONFIG)
-  with pytest.raises(ValueError, match="`keep` must be at least 2, got 1"):
-    workdir.Workdir(tmp_path / "new", CONFIG, keep=1)
+  one = ml_collections.ConfigDict({"keep_checkpoints": 1})
+  with pytest.raises(cli.UsageError, match="must be at least 2, got 1: the"):
+    workdir.Workdir(tmp_path / "new", one)

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import workdir
+from experiments import checkpoints, workdir
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = ml_collections.ConfigDict(
@@ -262,7 +262,7 @@ def test_lines_are_on_disk_before_the_save_starts(tmp_path, monkeypatch):
   fsync = os.fsync
   with workdir.Workdir(tmp_path, CONFIG) as folder:
     state = folder.restore(init())
-    save_async = folder._checkpointer.save_async
+    save_async = checkpoints.ocp.save_async
 
     def spy_fsync(file):
       events.append(os.fstat(file).st_ino)
@@ -273,7 +273,7 @@ def test_lines_are_on_disk_before_the_save_starts(tmp_path, monkeypatch):
       return save_async(*args, **kwargs)
 
     monkeypatch.setattr(os, "fsync", spy_fsync)
-    monkeypatch.setattr(folder._checkpointer, "save_async", spy_save)
+    monkeypatch.setattr(checkpoints.ocp, "save_async", spy_save)
     folder.log(1, {"loss": 0.0})
     folder.log_rollouts([{"id": 7}])
     folder.save(1, state)
@@ -301,14 +301,17 @@ def test_saving_a_step_twice_keeps_the_first(tmp_path):
 def test_only_the_newest_stay_and_leftovers_go(straight, tmp_path):
   path = tmp_path / "run"
   shutil.copytree(straight[0], path)
-  checkpoints = path / "checkpoints"
-  assert {p.name for p in checkpoints.iterdir()} == {"15", "17"}
-  shutil.copytree(checkpoints / "17", checkpoints / "16.orbax-checkpoint-tmp")
-  with workdir.Workdir(path, CONFIG, keep=3) as folder:
+  saved = path / "checkpoints"
+  assert {p.name for p in saved.iterdir()} == {"15", "17"}
+  shutil.copytree(saved / "17", saved / "16.orbax-checkpoint-tmp")
+  config: Any = CONFIG.copy_and_resolve_references()
+  config.keep_checkpoints = 3
+  (path / "config.json").write_text(config.to_json())
+  with workdir.Workdir(path, config) as folder:
     state = folder.restore(init())
     for step in (18, 19, 20):
       folder.save(step, state)
-  assert {p.name for p in checkpoints.iterdir()} == {"18", "19", "20"}
+  assert {p.name for p in saved.iterdir()} == {"18", "19", "20"}
 
 
 def test_restore_comes_first(tmp_path):

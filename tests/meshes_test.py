@@ -1,0 +1,113 @@
+"""One program on every mesh: one device, eight, or eight of two processes.
+
+Sums of another order differ by about 10⁻¹⁶ in float64, which three of Adam's
+steps magnify.
+"""
+
+import os
+import pathlib
+import pickle
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import mesh_program
+import numpy as np
+import pytest
+
+from groupstd import sharding
+
+close = np.testing.assert_allclose
+equal = np.testing.assert_array_equal
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly(compiled_quickly):
+  return compiled_quickly
+
+
+@pytest.fixture(scope="module")
+def alone():
+  """Groups → what one device saw."""
+  with jax.enable_x64(True):
+    mesh = sharding.make_mesh(1)
+    return {n: mesh_program.steps(mesh, n) for n in (5, 8)}
+
+
+def same(found, expected):
+  for step, other in zip(found, expected, strict=True):
+    for name in "tokens", "rewards", "drawn":
+      equal(step[name], other[name])
+    close(step["loss"], other["loss"], rtol=1e-9)
+    for name, atol in ("gradient", 1e-9), ("params", 1e-8):
+      jax.tree.map(lambda x, y: close(x, y, 0, atol), step[name], other[name])  # noqa: B023
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(other["gradient"]))
+    assert largest > 1e-3
+
+
+@pytest.mark.parametrize(("shape", "num_groups"), mesh_program.CASES)
+@pytest.mark.usefixtures("x64")
+def test_eight_devices_are_one(shape, num_groups, alone):
+  """Tokens, rewards and redraws are equal; gradients to 10⁻⁹."""
+  mesh = sharding.make_mesh(*shape)
+  same(mesh_program.steps(mesh, num_groups), alone[num_groups])
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(alone, tmp_path):
+  """Four devices each; within three minutes."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  environment = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+  }
+  out = tmp_path / "found.pickle"
+  program = str(ROOT / "tests" / "mesh_program.py")
+  running = [
+    subprocess.Popen(
+      [sys.executable, program, str(out), f"localhost:{port}", "2", str(i)],
+      env=environment,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  try:
+    for process in running:
+      _, errors = process.communicate(timeout=180)
+      assert process.returncode == 0, errors[-2000:]
+  finally:
+    for process in running:
+      process.kill()
+  found = pickle.loads(out.read_bytes())
+  assert set(found) == set(mesh_program.CASES)
+  for (_, number), steps in found.items():
+    same(steps, alone[number])
+
+
+@pytest.mark.usefixtures("x64")
+def test_sampling_may_lie_otherwise_than_training(alone):
+  """Parameters cut four times for the update, and whole for sampling."""
+  training = sharding.make_mesh(1, 4, 2)
+  sampling = sharding.reshape(training, 8)
+  found = mesh_program.steps(training, 5, sampling=sampling)
+  same(found, alone[5])
+
+
+def test_float32_gradients_agree_to_rounding():
+  one, eight = (
+    mesh_program.steps(mesh, 8, dtype=jnp.float32, number=1)[0]
+    for mesh in (sharding.make_mesh(1), sharding.make_mesh(2, 2, 2))
+  )
+  equal(eight["tokens"], one["tokens"])
+  norm = np.sqrt(
+    sum(np.square(x).sum() for x in jax.tree.leaves(one["gradient"]))
+  )
+  off = jax.tree.map(np.subtract, eight["gradient"], one["gradient"])
+  size = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(off)))
+  assert size < 1e-5 * norm
