@@ -38,6 +38,12 @@ _TEMPERATURE = flags.DEFINE_float(
 _BATCH = flags.DEFINE_integer(
   "batch", 64, "Questions answered at once.", lower_bound=1
 )
+_TENSOR = flags.DEFINE_integer(
+  "tensor",
+  1,
+  "Over how many devices a layer's products are cut, if they do not fit one.",
+  lower_bound=1,
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 _OUT = flags.DEFINE_string("out", None, "A JSON file for the table as well.")
 
@@ -71,6 +77,9 @@ def evaluate(path: str, config) -> tuple[int, dict[str, dict[str, Any]]]:
   from experiments import building, parts, workdir
   from groupstd import estimates, rollouts, tasks
 
+  # On what there is here, whatever it was trained on.
+  config = config.copy_and_resolve_references()
+  config.mesh.update(data=-1, fsdp=1, tensor=_TENSOR.value, sampling_tensor=0)
   temperature = _TEMPERATURE.value or config.temperature
   n, total = _SAMPLES.value, _QUESTIONS.value
   with cli.building():
