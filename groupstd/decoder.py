@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 __all__ = ["Config", "Transformer"]
 
@@ -106,7 +107,7 @@ class _Keys(NamedTuple):
   Attributes:
     key: [B, K, S, D] of a prompt, or [B, K, G, S, D] of each answer.
     value: the same shape.
-    mask: which of them count, broadcastable to scores [B, K, G, T, R, S].
+    mask: which of them count, broadcastable to scores [B, K, G, N, S].
   """
 
   key: jax.Array
@@ -115,21 +116,22 @@ class _Keys(NamedTuple):
 
 
 def _attention(query: jax.Array, *parts: _Keys) -> jax.Array:
-  """softmax(qkᵀ/√D)v over the parts together: [B, K, G, T, R, D] → the same.
+  """softmax(qkᵀ)v over the parts together: [B, K, G, N, D] → the same.
 
-  K counts key heads, R the query heads that each of them serves.
+  K counts key heads, and N all the queries that meet them: the tokens, and for
+  each the R query heads that a key head serves.
   """
-  specs = ["bkgtrd,bksd->bkgtrs", "bkgtrd,bkgsd->bkgtrs"]
+  specs = ["bkgnd,bksd->bkgns", "bkgnd,bkgsd->bkgns"]
   dtype = jnp.promote_types(query.dtype, jnp.float32)
   scores = []
   for part in parts:
     score = jnp.einsum(specs[part.key.ndim - 4], query, part.key)
-    score = score.astype(dtype) / math.sqrt(query.shape[-1])
+    score = score.astype(dtype)
     # Finite, so that a row that may see nothing is finite too.
     scores.append(jnp.where(part.mask, score, jnp.finfo(dtype).min))
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
   weights = weights.astype(query.dtype)
-  specs = ["bkgtrs,bksd->bkgtrd", "bkgtrs,bkgsd->bkgtrd"]
+  specs = ["bkgns,bksd->bkgnd", "bkgns,bkgsd->bkgnd"]
   out, start = jnp.zeros_like(query), 0
   for part in parts:
     stop = start + part.key.shape[-2]
@@ -192,10 +194,13 @@ class Block(nnx.Module):
     self.config = config
 
   def __call__(self, x, rotary, attend):
-    """x [B, N, W]; attend: (q [B, K, N, R, D], k, v [B, K, N, D]) → like q."""
+    """x [B, N, W]; attend: (q [B, K, N·R, D], k, v [B, K, N, D]) → like q.
+
+    Queries come divided by √D.
+    """
     config = self.config
     batch, length, width = x.shape
-    shape = batch, length, config.kv_heads, -1, config.head_size
+    shape = batch, length, -1, config.head_size
     # Flat, as the gradient of a kernel over two axes is a transposed copy away.
     x = x.reshape(-1, width)
     h = self.attention_norm(x)
@@ -204,12 +209,17 @@ class Block(nnx.Module):
     value = self.value(h).reshape(shape)
     if config.qk_norm:
       query, key = self.query_norm(query), self.key_norm(key)
-    query, key, value = (
-      jnp.swapaxes(y, 1, 2)
-      for y in (_rotate(query, rotary), _rotate(key, rotary), value)
+    query = _rotate(query, rotary, 1 / math.sqrt(config.head_size))
+    key = _rotate(key, rotary)
+    heads = batch, length, config.kv_heads, -1, config.head_size
+    query = jnp.swapaxes(query.reshape(heads), 1, 2)
+    out, kept = attend(
+      query.reshape(batch, config.kv_heads, -1, config.head_size),
+      jnp.swapaxes(key, 1, 2),
+      jnp.swapaxes(value, 1, 2),
     )
-    out, kept = attend(query, key[:, :, :, 0], value[:, :, :, 0])
-    x = x + self.out(jnp.swapaxes(out, 1, 2).reshape(len(x), -1))
+    out = jnp.swapaxes(out.reshape(query.shape), 1, 2)
+    x = x + self.out(out.reshape(len(x), -1))
     h = self.mlp_norm(x)
     x = x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
     return x.reshape(batch, length, width), kept
@@ -264,7 +274,7 @@ class Transformer(nnx.Module):
 
   def prefill(self, tokens, mask):
     """Hidden states [B, P, W] and every layer's keys and values [L, B, ...]."""
-    own = _causal(tokens.shape[1]) & mask[:, None, None, None, None]
+    own = self._causal(tokens.shape[1]) & mask[:, None, None, None]
 
     def attend(query, key, value):
       keys = _Keys(key[:, :, None], value[:, :, None], own)
@@ -279,13 +289,14 @@ class Transformer(nnx.Module):
     positions = _positions(mask)
     after = jnp.sum(mask, axis=1)[:, None] + jnp.arange(length)
     after = jnp.broadcast_to(after[:, None], tokens.shape).reshape(batch, -1)
-    prompt = mask[:, None, None, None, None]
-    first, causal = _causal(width) & prompt, _causal(length)
+    prompt = mask[:, None, None, None]
+    first, causal = self._causal(width) & prompt, self._causal(length)
 
     def attend(query, key, value):
       def split(x):
-        shape = (*x.shape[:2], group_size, length, *x.shape[3:])
-        return x[:, :, :width], x[:, :, width:].reshape(shape)
+        start = x.shape[2] * width // row.shape[1]
+        shape = (*x.shape[:2], group_size, -1, x.shape[3])
+        return x[:, :, :start], x[:, :, start:].reshape(shape)
 
       (asked, query), (key, keys), (value, values) = map(
         split, (query, key, value)
@@ -295,7 +306,7 @@ class Transformer(nnx.Module):
       answered = _attention(
         query, _Keys(key, value, prompt), _Keys(keys, values, causal)
       )
-      flat = answered.reshape(*out.shape[:2], -1, *out.shape[3:])
+      flat = answered.reshape(*out.shape[:2], -1, out.shape[3])
       return jnp.concatenate([out, flat], axis=2), None
 
     # One outside the vocabulary, such as another program's padding, would be
@@ -319,7 +330,9 @@ class Transformer(nnx.Module):
 
     Prompts are of a group, [B, K, P, D], or of each answer, [B, K, G, P, D].
     """
-    rotary = _rotary(self.config, positions)
+    (key, _), (keys, _) = prompt[0], cache[0]
+    longest = key.shape[-2] + keys.shape[-2]
+    rotary = _rotary(self.config, positions, longest)
     x = self.embed(tokens)  # [B, G, W]
     graph, _ = nnx.split(self.blocks)
     written = []
@@ -338,10 +351,11 @@ class Transformer(nnx.Module):
 
         keys, values = put(keys, key), put(values, value)
         past = jnp.arange(keys.shape[3]) <= t
+        shape = (*key.shape[:3], -1, key.shape[3])
         out = _attention(
-          query[:, :, :, None], shared, _Keys(keys, values, past)
+          query.reshape(shape), shared, _Keys(keys, values, past)
         )
-        return out[:, :, :, 0], (keys, values)
+        return out.reshape(query.shape), (keys, values)
 
       x, kept = nnx.merge(graph, params)(x, rotary, attend)
       written.append(kept)
@@ -355,9 +369,14 @@ class Transformer(nnx.Module):
       logits = self.head(hidden)
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
+  def _causal(self, length: int) -> jax.Array:
+    """[T·R, S]: a token may see itself and what is before it."""
+    shared = self.config.num_heads // self.config.kv_heads
+    return jnp.repeat(jnp.tril(jnp.ones((length, length), bool)), shared, 0)
+
   def _scan(self, tokens, positions, attend, lay=_anywhere):
     """The normed hidden states of all layers' end, and what `attend` keeps."""
-    rotary = _rotary(self.config, positions)
+    rotary = _rotary(self.config, positions, tokens.shape[1])
     graph, stacked = nnx.split(self.blocks)
 
     def layer(x, params):
@@ -379,29 +398,30 @@ class Transformer(nnx.Module):
     return self.norm(x), jax.tree.map(lambda *x: jnp.stack(x), *kept)
 
 
-def _causal(length: int) -> jax.Array:
-  """[T, 1, S]: a token may see itself and what is before it."""
-  return jnp.tril(jnp.ones((length, length), bool))[:, None]
-
-
 def _positions(mask: jax.Array) -> jax.Array:
   """Of real tokens alone, so that padding moves nothing."""
   return jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
 
 
 def _rotary(
-  config: Config, positions: jax.Array
+  config: Config, positions: jax.Array, length: int
 ) -> tuple[jax.Array, jax.Array]:
-  """cos and sin of position·θ^(−2i/D), each [B, N, 1, 1, D/2]."""
+  """cos and sin of position·θ^(−2i/D), each [B, N, 1, D/2]; position < length.
+
+  From a table, or XLA would find them anew in every layer.
+  """
   half = config.head_size // 2
-  rates = config.rope_theta ** (-jnp.arange(half) / half)
-  angles = (positions[..., None] * rates)[:, :, None, None]
-  return jnp.cos(angles), jnp.sin(angles)
+  rates = config.rope_theta ** (-np.arange(half) / half)
+  angles = np.arange(length)[:, None] * rates
+  cos, sin = (jnp.asarray(f(angles))[positions] for f in (np.cos, np.sin))
+  return cos[:, :, None], sin[:, :, None]
 
 
-def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """Turns the pairs (x_i, x_{i + D/2}) by their position's angle."""
-  cos, sin = rotary
+def _rotate(
+  x: jax.Array, rotary: tuple[jax.Array, jax.Array], scale: float = 1.0
+) -> jax.Array:
+  """Turns the pairs (x_i, x_{i + D/2}) by their position's angle; scales."""
+  cos, sin = (scale * y for y in rotary)
   a, b = jnp.split(x, 2, axis=-1)
   turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return turned.astype(x.dtype)

@@ -109,7 +109,7 @@ def policy(
     def alone(asked):
       """Prompts, a copy for each answer [B, G]."""
       copies = jax.tree.map(lambda x: jnp.swapaxes(x[asked], 1, 2), prompts)
-      return copies, real[asked][:, None, :, None, None]
+      return copies, real[asked][:, None, :, None]
 
     def put(whole, t, column):
       return jax.lax.dynamic_update_slice_in_dim(
@@ -207,7 +207,7 @@ def policy(
       ((empty, empty),) * config.num_layers,
     )
     rows = draw(rows, _last(hidden, real)[asked], 0)
-    shared = prompts, real[:, None, None, None, None]
+    shared = prompts, real[:, None, None, None]
     drawn = finish(
       0,
       rows,

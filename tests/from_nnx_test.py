@@ -96,7 +96,10 @@ ROWS = [[1, 2, 3], [4], [0, 2], [3, 0, 0]]
   [("none", 0.6), ("learned", 1.0), ("rotary", 1.3)],
 )
 def test_a_padded_prompt_is_scored_as_if_it_stood_alone(positions, temperature):
-  """By the module itself on the very tokens, without any padding."""
+  """By the module itself on the very tokens, without any padding.
+
+  Logits are some 20 in size, so that float32 rounds them by 10⁻⁶ a term.
+  """
   module = nnx.jit(Attention(positions))
   policy = policies.from_nnx(
     Attention(positions), length=LENGTH, temperature=temperature
@@ -113,9 +116,9 @@ def test_a_padded_prompt_is_scored_as_if_it_stood_alone(positions, temperature):
   log_prob = jax.jit(policy.log_prob)
   for prompts in layouts(ROWS):
     log_probs = log_prob(params, prompts, answers)
-    close(log_probs, expected, rtol=1e-6, atol=2e-6)
+    close(log_probs, expected, rtol=1e-6, atol=2e-5)
   alone = log_prob(params, jnp.array(ROWS[:1]), answers[:1])
-  close(alone, expected[:1], rtol=1e-6, atol=2e-6)
+  close(alone, expected[:1], rtol=1e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
