@@ -96,7 +96,6 @@ def model(
 def policy(
   size: benchmark_work.Size,
   *,
-  temperature: float = 1.0,
   stop: Sequence[int] = (),
   packing: int | None = None,
   dtype: str | None = None,
@@ -109,7 +108,6 @@ def policy(
     model(size, dtype=dtype, unroll=unroll),
     length=size.length,
     stop=stop,
-    temperature=temperature,
     packing=packing,
   )
 
@@ -139,7 +137,9 @@ def ours(
       asked,
       asked,
       verifiers.Pool({"share": share}, num_workers=workers),
-      lambda temperature: on.policy(policy(size, temperature=temperature)),
+      lambda temperature: on.policy(
+        model(size), length=size.length, temperature=temperature
+      ),
       on,
     ),
     language.build_rule(made),

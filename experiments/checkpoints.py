@@ -10,6 +10,7 @@ the first alone calls the rest.
 """
 
 from collections.abc import Callable
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from experiments import cli
-from groupstd import hosts
+from groupstd import hosts, partitions
 
 _T = TypeVar("_T")
 
@@ -155,15 +156,10 @@ def shapes(state: Any) -> dict[str, str]:
   """The dtype and shape of each leaf but `...`, by its dotted path."""
   leaves, _ = jax.tree.flatten_with_path(state)
   return {
-    name(path): f"{leaf.dtype}{list(leaf.shape)}"
+    partitions.path_of(path): f"{leaf.dtype}{list(leaf.shape)}"
     for path, leaf in leaves
     if leaf is not ...
   }
-
-
-def name(path: tuple[Any, ...]) -> str:
-  """A leaf's dotted path, the same in a NamedTuple as in a dict."""
-  return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def write(path: pathlib.Path, text: str) -> None:
@@ -184,9 +180,9 @@ def _saved(checkpoint: pathlib.Path) -> Any:
 def _load(checkpoint: pathlib.Path, saved: Any, like: Any) -> Any:
   """This process's part of what was saved at the places of `like`."""
   wanted, structure = jax.tree.flatten_with_path(like)
-  leaves = {name(path): leaf for path, leaf in wanted}
+  leaves = {partitions.path_of(path): leaf for path, leaf in wanted}
   asked = jax.tree.map_with_path(
-    lambda path, _: _abstract(leaves.get(name(path), ...)), saved
+    lambda path, _: _abstract(leaves.get(partitions.path_of(path), ...)), saved
   )
   context = ocp.Context()
   # Without barriers, at which the others would wait for a process that failed.
@@ -194,9 +190,13 @@ def _load(checkpoint: pathlib.Path, saved: Any, like: Any) -> Any:
   alone.primary_host, alone.active_processes = hosts.index(), {hosts.index()}
   with context:
     found, _ = jax.tree.flatten_with_path(ocp.load(str(checkpoint), asked))
-  restored = {name(path): leaf for path, leaf in found}
+  path_of = partitions.path_of
+  restored = {path_of(path): leaf for path, leaf in found}
   return structure.unflatten(
-    [... if leaf is ... else restored[name(path)] for path, leaf in wanted]
+    [
+      ... if leaf is ... else restored[partitions.path_of(path)]
+      for path, leaf in wanted
+    ]
   )
 
 
@@ -228,13 +228,22 @@ def _verify(checkpoint: pathlib.Path) -> None:
 
 def _hash(checkpoint: pathlib.Path) -> dict[str, str]:
   """SHA-256 of each of Orbax's files."""
-  checksums = {}
-  for file in sorted(checkpoint.rglob("*")):
-    if file.is_file() and not file.name.startswith(_CHECKSUMS):
-      with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-      checksums[str(file.relative_to(checkpoint))] = digest
-  return checksums
+  files = [
+    file
+    for file in sorted(checkpoint.rglob("*"))
+    if file.is_file() and not file.name.startswith(_CHECKSUMS)
+  ]
+
+  def digest(file):
+    with file.open("rb") as content:
+      return hashlib.file_digest(content, "sha256").hexdigest()
+
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    digests = threads.map(digest, files)  # Hashing lets other threads run.
+    return {
+      str(file.relative_to(checkpoint)): found
+      for file, found in zip(files, digests, strict=True)
+    }
 
 
 def _first_line(error: BaseException) -> str:

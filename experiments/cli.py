@@ -174,7 +174,10 @@ def joined(
   try:
     jax.distributed.initialize(coordinator, num_processes, process_id)
   except ValueError as error:
-    raise UsageError(f"--cluster=auto found no cluster: {error}") from error
+    tried = "--cluster=auto found no cluster"
+    if cluster == "alone":
+      tried = f"--coordinator={coordinator} cannot be joined"
+    raise UsageError(f"{tried}: {error}") from error
   if hosts.index() and logging.get_verbosity() == logging.WARNING:
     logging.set_verbosity(logging.ERROR)
   try:

@@ -92,7 +92,7 @@ class Drawn:
   ) -> dict[str, Any]:
     """Metrics of the step, whose batch this is."""
     config, draws = self._config, self._draws
-    advantages, kept, found = jax.device_get(
+    advantages, kept, found = rollouts.on_host(
       self._batch(rollout._replace(tokens=None, mask=None, log_probs=None))
     )
     every = _Groups(draws)

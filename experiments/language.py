@@ -114,17 +114,24 @@ def assemble(
     judge = made.pool.verifiers[config.score or next(iter(config.verifiers))]
     with building.field("config.questions"):
       answers.check_gold(made.asked, judge, samples=config.checked_golds)
-  make = _maker(config, made, policy, rule, descent)
+
+  @functools.cache
+  def make(micro_batches):
+    return made.meshes.learner(
+      policy_gradient(config, policy, rule, descent, micro_batches)
+    )
 
   def fresh():
     return made.meshes.init(policy, jax.random.key(config.seed))
 
   number = config.micro_batches or _tried(config, make, fresh(), task)
   learner = make(number)
+  make.cache_clear()  # Of what a trial made.
 
   def start():
     params = fresh()
     if config.init:
+      _check_init(config)
       params = workdir.load(config.init, {"params": params})[1]["params"]
     return learner.init(params)
 
@@ -184,52 +191,56 @@ def assemble(
     step,
     observe,
     warm_start,
-    data,
-    record.samples,
-    made.pool.close,
+    data=data,
+    samples=record.samples,
+    close=made.pool.close,
+    shapes=lambda: made.meshes.state(learner, policy),
   )
 
 
-def _maker(
+def _check_init(config: ml_collections.ConfigDict) -> None:
+  """Raises if the parameters to start from read other tokens."""
+  there: Any = workdir.read_config(config.init).get("tokenizer", {})
+  if there and there.to_dict() != config.tokenizer.to_dict():
+    raise cli.UsageError(
+      "config.tokenizer must be that of config.init, got"
+      f" {config.tokenizer.to_dict()} and {there.to_dict()}: its parameters"
+      " know tokens by number."
+    )
+
+
+def policy_gradient(
   config: ml_collections.ConfigDict,
-  made: parts.Parts,
   policy: policies.Policy,
   rule: sigma.Rule,
   descent: optax.GradientTransformation,
-) -> Callable[[int], learners.Learner]:
-  """Number of parts → the learner whose gradients are taken in as many."""
+  micro_batches: int,
+) -> learners.Learner:
+  """The learner that a config says, its gradients taken in that many parts."""
   correction = None
   if config.correction:
     correction = building.make_one(
       losses, config.correction, "config.correction", losses.Correction
     )
-  surrogate = building.make_one(
-    losses, config.surrogate, "config.surrogate", losses.Surrogate
+  return learners.policy_gradient(
+    policy,
+    descent,
+    rule,
+    surrogate=building.make_one(
+      losses, config.surrogate, "config.surrogate", losses.Surrogate
+    ),
+    aggregate=building.make_one(
+      losses, config.aggregate, "config.aggregate", losses.Aggregate
+    ),
+    kl_coef=config.kl_coef,
+    kl=getattr(losses, config.kl),
+    entropy_coef=config.entropy_coef,
+    regularize_silent=config.regularize_silent,
+    correction=correction,
+    epochs=config.epochs,
+    mini_batches=config.mini_batches,
+    micro_batches=micro_batches,
   )
-  aggregate = building.make_one(
-    losses, config.aggregate, "config.aggregate", losses.Aggregate
-  )
-
-  @functools.cache
-  def make(micro_batches):
-    learner = learners.policy_gradient(
-      policy,
-      descent,
-      rule,
-      surrogate=surrogate,
-      aggregate=aggregate,
-      kl_coef=config.kl_coef,
-      kl=getattr(losses, config.kl),
-      entropy_coef=config.entropy_coef,
-      regularize_silent=config.regularize_silent,
-      correction=correction,
-      epochs=config.epochs,
-      mini_batches=config.mini_batches,
-      micro_batches=micro_batches,
-    )
-    return made.meshes.learner(learner)
-
-  return make
 
 
 def _tried(
@@ -351,7 +362,12 @@ def _warm_start(
     params = made.meshes.init(policy, jax.random.key(config.seed))
     return learner.init(params)
 
-  return train.Experiment(start, step, observe)
+  return train.Experiment(
+    start,
+    step,
+    observe,
+    shapes=lambda: made.meshes.state(learner, policy),
+  )
 
 
 class _Alarms:

@@ -27,9 +27,18 @@ CONFIG = "config.json"
 DATA = "data.json"
 STATE = "state.json"
 
-# On what a run computes, and how many checkpoints it keeps: it may go on with
-# others. Numbers that are summed in another order round differently.
-_FREE = ("mesh", "num_devices", "verifier_workers", "keep_checkpoints")
+# On what a run computes, in how many parts, and what of it is kept and told: it
+# may go on with others, up to the rounding of sums in another order.
+_FREE = (
+  "host_seconds",
+  "keep_best",
+  "keep_checkpoints",
+  "mesh",
+  "micro_batches",
+  "num_devices",
+  "report_to",
+  "verifier_workers",
+)
 
 # How many questions of those that are made by rule go into their checksum.
 _SAMPLED = 512
@@ -55,6 +64,10 @@ def locked(path: pathlib.Path) -> Iterator[None]:
       raise cli.UsageError(
         f"{path} is in use by {file.read() or 'another process'}: two runs in"
         " one folder would overwrite each other."
+      ) from None
+    except OSError as error:
+      raise cli.UsageError(
+        f"{path} must be on a filesystem with locks: {error}"
       ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

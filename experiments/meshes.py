@@ -1,6 +1,6 @@
 """On which devices a language model's run computes, and how it lies there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -35,29 +35,23 @@ class Meshes(NamedTuple):
   training: Mesh
   sampling: Mesh
 
-  def policy(self, policy: policies.Policy) -> policies.Policy:
-    """The policy, on both."""
+  def policy(
+    self, config: transformer.Config, **options: Any
+  ) -> policies.Policy:
+    """The policy of a decoder, on both; options of `transformer.policy`."""
+    lay = sharding.lay_groups(self.training)
     return sharding.spread(
-      policy,
+      transformer.policy(config, lay=lay, **options),
       self.training,
       self.sampling,
       rules=_RULES,
       in_use=partitions.TRANSFORMER_IN_USE,
     )
 
-  @property
-  def lay(self) -> Callable[[jax.Array], jax.Array]:
-    """What a policy says of its activations in training."""
-    return sharding.lay_groups(self.training)
-
   def shapes(self, policy: policies.Policy) -> Any:
     """Those of parameters, each with where it lies for sampling."""
     shapes = jax.eval_shape(policy.init, jax.random.key(0))
-    return jax.tree.map(
-      lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-      shapes,
-      partitions.shardings(shapes, self.sampling, _RULES),
-    )
+    return _laid(shapes, partitions.shardings(shapes, self.sampling, _RULES))
 
   def init(self, policy: policies.Policy, key: jax.Array) -> Any:
     """Parameters for training, of which no device makes more than its part."""
@@ -77,37 +71,50 @@ class Meshes(NamedTuple):
     """Parameters as sampling needs them."""
     return _mover(self.sampling)(params) if self.differ else params
 
-  def check(self, state: learners.TrainState) -> dict[str, int]:
-    """Bytes of the state and of a device's part; warns of large whole leaves.
+  def state(
+    self, learner: learners.Learner, policy: policies.Policy
+  ) -> learners.TrainState:
+    """The shapes of its state, each with where it lies for training.
 
-    Only what is on every device of a mesh that cuts parameters is meant.
+    Warns of what is large, whole on every device, and no parameter: moments of
+    other shapes than the parameters', such as Adafactor's.
     """
+    params = jax.eval_shape(policy.init, jax.random.key(0))
+    state = jax.eval_shape(learner.init, params)
     mesh = self.training
-    where = partitions.shardings(state, mesh, _RULES, params=state.params)
+    where = partitions.shardings(state, mesh, _RULES, params=params)
     if mesh.shape["fsdp"] * mesh.shape["tensor"] > 1:
       for name, size in partitions.replicated(state, where).items():
         if size > _LARGE:
           logging.warning(
             f"{name}, {size / 2**20:.0f} MiB, is whole on every device."
           )
-    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    return {
-      "state": whole,
-      "on_a_device": partitions.bytes_on_a_device(state, where),
-    }
+    return _laid(state, where)
+
+
+def _laid(shapes: Any, where: Any) -> Any:
+  return jax.tree.map(
+    lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there),
+    shapes,
+    where,
+  )
 
 
 def meshes(
-  config: ml_collections.ConfigDict, model: transformer.Config
+  config: ml_collections.ConfigDict,
+  model: transformer.Config,
+  devices: Sequence[Any] | None = None,
 ) -> Meshes:
-  """What config.mesh says.
+  """What config.mesh says of these devices, by default those that are here.
 
   Raises:
     ValueError: naming the field, its value and what it must be.
   """
   asked = config.mesh
   with building.field("config.mesh"):
-    training = sharding.make_mesh(asked.data, asked.fsdp, asked.tensor)
+    training = sharding.make_mesh(
+      asked.data, asked.fsdp, asked.tensor, devices=devices
+    )
   tensor = asked.sampling_tensor or asked.tensor
   with building.field("config.mesh.sampling_tensor"):
     sampling = sharding.reshape(training, tensor=tensor)

@@ -85,21 +85,16 @@ def parts(config: ml_collections.ConfigDict) -> Parts:
   )
   asked = building.make_one(questions, config.questions, "config.questions")
   held_out = building.make_one(questions, config.held_out, "config.held_out")
-  try:
-    model = transformer.Config(tokenizer.vocab_size, **config.model.to_dict())
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"config.model: {error}") from error
+  model = decoder(config, tokenizer.vocab_size)
   devices = meshes.meshes(config, model)
 
   def policy(temperature):
-    made = transformer.policy(
+    return devices.policy(
       model,
       length=config.answer_length,
       stop=tokenizer.stop,
       temperature=temperature,
-      lay=devices.lay,
     )
-    return devices.policy(made)
 
   judges = {name: _verifier(config, name, asked) for name in config.verifiers}
   with building.field("config.verifier_workers, _seconds or max_failures"):
@@ -117,6 +112,23 @@ def parts(config: ml_collections.ConfigDict) -> Parts:
     policy,
     devices,
   )
+
+
+def decoder(
+  config: ml_collections.ConfigDict, vocab_size: int
+) -> transformer.Config:
+  """The decoder's shape, for a tokenizer of that many tokens.
+
+  Its table may have more rows, as published ones do: config.model.vocab_size.
+  """
+  fields = {"vocab_size": vocab_size} | config.model.to_dict()
+  if fields["vocab_size"] < vocab_size:
+    raise ValueError(
+      f"config.model.vocab_size must be at least the tokenizer's {vocab_size},"
+      f" got {fields['vocab_size']}"
+    )
+  with building.field("config.model"):
+    return transformer.Config(**fields)
 
 
 def evaluator(

@@ -37,6 +37,8 @@ class Experiment(NamedTuple):
   Attributes:
     start: → where training starts. Not a state, which would stay in memory as
       long as the run.
+    shapes: → the state's shapes, and where they lie, which a checkpoint is
+      restored to; `start` by default.
     step: state → (state, what the step drew and did, by name); takes over the
       state's buffers, unless it raises `cli.Stopped`.
     observe: params → what is measured of the policy as a whole, by name; may
@@ -54,6 +56,7 @@ class Experiment(NamedTuple):
   observe: Callable[[Any], dict[str, Any]]
   warm_start: WarmStart | None = None
   data: Mapping[str, str] = {}
+  shapes: Callable[[], learners.TrainState] | None = None
   samples: Callable[[], Iterable[dict[str, Any]]] = tuple
   close: Callable[[], None] = lambda: None
 
@@ -96,10 +99,7 @@ def run(
     FloatingPointError: if a reward, an advantage or a gradient was not finite.
   """
   path = pathlib.Path(path)
-  given = {"config": json.loads(config.to_json()), "workdir": str(path)}
-  with cli.building():
-    hosts.same("the command", given)
-    experiment = build(config)
+  experiment = _build(config, path)
   try:
     with hosts.preemption() as reached:
       _run(experiment, config, path, description, reached)
@@ -113,16 +113,23 @@ def warm_up(
   """Runs the warm start alone, for runs whose `init` is this folder."""
   alone = config.copy_and_resolve_references()
   alone.init = ""
-  with cli.building():
-    experiment = build(alone)
+  path = pathlib.Path(path)
+  experiment = _build(alone, path)
   try:
     if (warm := experiment.warm_start) is None:
       raise cli.UsageError("config.warmup.num_steps must be at least 1, got 0.")
-    path = pathlib.Path(path)
     with hosts.preemption() as reached:
       _run(warm.experiment, warm.config, path, "warm start", reached)
   finally:
     experiment.close()
+
+
+def _build(config: ml_collections.ConfigDict, path: pathlib.Path) -> Experiment:
+  """The experiment, if all processes were given the same."""
+  given = {"config": json.loads(config.to_json()), "workdir": str(path)}
+  with cli.building():
+    hosts.same("the command", given)
+    return build(config)
 
 
 def _run(
@@ -137,7 +144,10 @@ def _run(
   first = hosts.index() == 0
   with workdir.Workdir(path, config, experiment.data) as folder:
     warm_start = experiment.warm_start
-    if warm_start is None or folder.resumes:
+    if folder.resumes:
+      # No state of its own, which would lie in memory beside the one restored.
+      state = (experiment.shapes or experiment.start)()
+    elif warm_start is None:
       state = experiment.start()
     else:
       state = warm_start.begin(

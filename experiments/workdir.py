@@ -217,8 +217,14 @@ class Workdir(contextlib.AbstractContextManager):
     """Waits for the save under way and unlocks the folder."""
     self._resources.close()
 
-  def __exit__(self, *_) -> None:
-    self.close()
+  def __exit__(self, kind, *_) -> None:
+    try:
+      # What ends on all at the same step: none leaves before the last save is
+      # whole, or the first, which seals it, would be ended as left alone.
+      if kind is None or issubclass(kind, cli.Stopped | cli.Interrupted):
+        hosts.gather("the last save", self._wait, seconds=checkpoints.PATIENCE)
+    finally:
+      self.close()
 
   @property
   def _folder(self) -> pathlib.Path:

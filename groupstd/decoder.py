@@ -10,12 +10,13 @@ and then G answers', where an answer attends to the prompt and to itself.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from groupstd import attention
 
 __all__ = ["Config", "Transformer"]
 
@@ -101,46 +102,6 @@ class Config:
     return self.head_dim or self.width // self.num_heads
 
 
-class _Keys(NamedTuple):
-  """Keys and values that a query may attend to.
-
-  Attributes:
-    key: [B, K, S, D] of a prompt, or [B, K, G, S, D] of each answer.
-    value: the same shape.
-    mask: which of them count, broadcastable to scores [B, K, G, N, S].
-  """
-
-  key: jax.Array
-  value: jax.Array
-  mask: jax.Array
-
-
-def _attention(query: jax.Array, *parts: _Keys) -> jax.Array:
-  """softmax(qkᵀ)v over the parts together: [B, K, G, N, D] → the same.
-
-  K counts key heads, and N all the queries that meet them: the tokens, and for
-  each the R query heads that a key head serves.
-  """
-  specs = ["bkgnd,bksd->bkgns", "bkgnd,bkgsd->bkgns"]
-  dtype = jnp.promote_types(query.dtype, jnp.float32)
-  scores = []
-  for part in parts:
-    score = jnp.einsum(specs[part.key.ndim - 4], query, part.key)
-    score = score.astype(dtype)
-    # Finite, so that a row that may see nothing is finite too.
-    scores.append(jnp.where(part.mask, score, jnp.finfo(dtype).min))
-  weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-  weights = weights.astype(query.dtype)
-  specs = ["bkgns,bksd->bkgnd", "bkgns,bkgsd->bkgnd"]
-  out, start = jnp.zeros_like(query), 0
-  for part in parts:
-    stop = start + part.key.shape[-2]
-    weight = weights[..., start:stop]
-    out = out + jnp.einsum(specs[part.key.ndim - 4], weight, part.value)
-    start = stop
-  return out
-
-
 class RMSNorm(nnx.Module):
   """x/√(mean(x²) + ε)·scale, in float32 at least.
 
@@ -209,8 +170,8 @@ class Block(nnx.Module):
     value = self.value(h).reshape(shape)
     if config.qk_norm:
       query, key = self.query_norm(query), self.key_norm(key)
-    query = _rotate(query, rotary, 1 / math.sqrt(config.head_size))
-    key = _rotate(key, rotary)
+    query = attention.rotate(query, rotary, 1 / math.sqrt(config.head_size))
+    key = attention.rotate(key, rotary)
     heads = batch, length, config.kv_heads, -1, config.head_size
     query = jnp.swapaxes(query.reshape(heads), 1, 2)
     out, kept = attend(
@@ -277,8 +238,8 @@ class Transformer(nnx.Module):
     own = self._causal(tokens.shape[1]) & mask[:, None, None, None]
 
     def attend(query, key, value):
-      keys = _Keys(key[:, :, None], value[:, :, None], own)
-      return _attention(query[:, :, None], keys)[:, :, 0], (key, value)
+      keys = attention.Keys(key[:, :, None], value[:, :, None], own)
+      return attention.attend(query[:, :, None], keys)[:, :, 0], (key, value)
 
     return self._scan(tokens, _positions(mask), attend)
 
@@ -301,10 +262,12 @@ class Transformer(nnx.Module):
       (asked, query), (key, keys), (value, values) = map(
         split, (query, key, value)
       )
-      own = _Keys(key[:, :, None], value[:, :, None], first)
-      out = _attention(asked[:, :, None], own)[:, :, 0]
-      answered = _attention(
-        query, _Keys(key, value, prompt), _Keys(keys, values, causal)
+      own = attention.Keys(key[:, :, None], value[:, :, None], first)
+      out = attention.attend(asked[:, :, None], own)[:, :, 0]
+      answered = attention.attend(
+        query,
+        attention.Keys(key, value, prompt),
+        attention.Keys(keys, values, causal),
       )
       flat = answered.reshape(*out.shape[:2], -1, out.shape[3])
       return jnp.concatenate([out, flat], axis=2), None
@@ -332,7 +295,7 @@ class Transformer(nnx.Module):
     """
     (key, _), (keys, _) = prompt[0], cache[0]
     longest = key.shape[-2] + keys.shape[-2]
-    rotary = _rotary(self.config, positions, longest)
+    rotary = self._rotary(positions, longest)
     x = self.embed(tokens)  # [B, G, W]
     graph, _ = nnx.split(self.blocks)
     written = []
@@ -341,7 +304,7 @@ class Transformer(nnx.Module):
     for params, given, (keys, values) in zip(
       layers, prompt, cache, strict=True
     ):
-      shared = _Keys(given[0], given[1], mask)
+      shared = attention.Keys(given[0], given[1], mask)
 
       def attend(query, key, value, keys=keys, values=values, shared=shared):
         def put(cache, new):  # [B, K, G, T, D] ← [B, K, G, D]
@@ -352,8 +315,8 @@ class Transformer(nnx.Module):
         keys, values = put(keys, key), put(values, value)
         past = jnp.arange(keys.shape[3]) <= t
         shape = (*key.shape[:3], -1, key.shape[3])
-        out = _attention(
-          query.reshape(shape), shared, _Keys(keys, values, past)
+        out = attention.attend(
+          query.reshape(shape), shared, attention.Keys(keys, values, past)
         )
         return out.reshape(query.shape), (keys, values)
 
@@ -369,6 +332,15 @@ class Transformer(nnx.Module):
       logits = self.head(hidden)
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
+  def _rotary(self, positions, length):
+    config = self.config
+    return attention.rotary(
+      positions,
+      length=length,
+      width=config.head_size,
+      theta=config.rope_theta,
+    )
+
   def _causal(self, length: int) -> jax.Array:
     """[T·R, S]: a token may see itself and what is before it."""
     shared = self.config.num_heads // self.config.kv_heads
@@ -376,7 +348,7 @@ class Transformer(nnx.Module):
 
   def _scan(self, tokens, positions, attend, lay=_anywhere):
     """The normed hidden states of all layers' end, and what `attend` keeps."""
-    rotary = _rotary(self.config, positions, tokens.shape[1])
+    rotary = self._rotary(positions, tokens.shape[1])
     graph, stacked = nnx.split(self.blocks)
 
     def layer(x, params):
@@ -401,27 +373,3 @@ class Transformer(nnx.Module):
 def _positions(mask: jax.Array) -> jax.Array:
   """Of real tokens alone, so that padding moves nothing."""
   return jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-
-
-def _rotary(
-  config: Config, positions: jax.Array, length: int
-) -> tuple[jax.Array, jax.Array]:
-  """cos and sin of position·θ^(−2i/D), each [B, N, 1, D/2]; position < length.
-
-  From a table, or XLA would find them anew in every layer.
-  """
-  half = config.head_size // 2
-  rates = config.rope_theta ** (-np.arange(half) / half)
-  angles = np.arange(length)[:, None] * rates
-  cos, sin = (jnp.asarray(f(angles))[positions] for f in (np.cos, np.sin))
-  return cos[:, :, None], sin[:, :, None]
-
-
-def _rotate(
-  x: jax.Array, rotary: tuple[jax.Array, jax.Array], scale: float = 1.0
-) -> jax.Array:
-  """Turns the pairs (x_i, x_{i + D/2}) by their position's angle; scales."""
-  cos, sin = (scale * y for y in rotary)
-  a, b = jnp.split(x, 2, axis=-1)
-  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return turned.astype(x.dtype)

@@ -215,11 +215,15 @@ def preemption() -> Iterator[Callable[[], bool]]:
     )
     return
   told = threading.Event()
+  if threading.current_thread() is not threading.main_thread():
+    yield told.is_set  # Only the main thread may hear of signals.
+    return
   before = signal.signal(signal.SIGTERM, lambda *_: told.set())
   try:
     yield told.is_set
   finally:
-    signal.signal(signal.SIGTERM, before)
+    # None where something else than Python had set it.
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def leave(error: BaseException, code: int) -> None:

@@ -52,7 +52,8 @@ class Info(NamedTuple):
     kept: groups in numerator and denominator.
     silent: groups whose raw scores are all equal (empty ones left out).
     regularized: groups under KL or entropy.
-    computed: groups that went forward and backward, over all updates.
+    computed: groups that went forward and backward, over all updates, with
+      those that fill a part or a mesh.
     clip_fraction: share of the tokens that learn whose clip binds.
     clamped: tokens whose log-ratio to the reference was held.
     corrected: share of the tokens that learn that the correction held or
@@ -157,10 +158,10 @@ def policy_gradient(
       answers are another policy's: take a surrogate with a ratio.
     mini_batches: into how many updates each time; each has a denominator of its
       own, while advantages and keeps are the whole batch's.
-    micro_batches: in how many parts an update's gradient is taken, one after
-      another, which changes nothing but memory and time: the groups in which a
-      token learns are packed into as few parts as hold them, and the others are
-      not computed. With 1 all are. All cuts run between groups.
+    micro_batches: in how many parts, at most, an update's gradient is taken,
+      one after another, which changes nothing but memory and time: the groups
+      in which a token learns are packed into as few parts as hold them, and the
+      others are not computed. With 1 all are. All cuts run between groups.
 
   Returns:
     A learner. Its step makes epochs·mini_batches updates. It leaves out, and
@@ -170,7 +171,7 @@ def policy_gradient(
   Raises:
     ValueError: if a coefficient is negative or a number of parts below 1, or
       the policy offers no entropy that is asked for; from the step, if
-      mini_batches·micro_batches does not divide B: see the learner's `pad`.
+      they do not cut B evenly: see the learner's `pad`.
     AssertionError: from `init`, if the reference's shapes are not the params'.
   """
   surrogate = surrogate or losses.reinforce()
@@ -193,7 +194,12 @@ def policy_gradient(
       f"`entropy_coef` must be 0, got {entropy_coef}: the policy offers no"
       " `log_prob_and_entropy`."
     )
-  parts = mini_batches * micro_batches
+
+  def cut(groups, shards):
+    """(parts of an update, groups in each on a shard), of that many groups."""
+    on_a_shard = max(-(-groups // (shards * mini_batches)), 1)
+    size = -(-on_a_shard // micro_batches)
+    return -(-on_a_shard // size), size
 
   loss = updates.loss(
     policy.log_prob, with_entropy, surrogate, kl, kl_coef, entropy_coef
@@ -212,12 +218,13 @@ def policy_gradient(
   def step(
     state: TrainState, rollout: rollouts.Rollout, *, shards: int = 1
   ) -> tuple[TrainState, Info]:
-    if len(rollout.where) % parts:
+    number = len(rollout.where)
+    parts, size = cut(number, shards)
+    if number and number != shards * mini_batches * parts * size:
       raise ValueError(
-        "`mini_batches`·`micro_batches` must divide the"
-        f" {len(rollout.where)} groups of a batch, got"
-        f" {mini_batches}·{micro_batches}: the learner's `pad` adds groups"
-        " that weigh nothing."
+        f"`mini_batches`·`micro_batches` must cut a batch of {number} groups"
+        f" evenly, got {mini_batches}·{micro_batches}: the learner's `pad` adds"
+        " groups that weigh nothing."
       )
     advantages, keep = rule(rollout.rewards, rollout.where, rollout.scores)
     # Whatever a rule makes of an answer without a score.
@@ -243,7 +250,7 @@ def policy_gradient(
         rollout.prompts,
         rollout.tokens,
         learns,
-        parts=parts,
+        parts=mini_batches * parts,
         shards=shards,
       )
       return jnp.where(learns, found, 0)
@@ -278,7 +285,7 @@ def policy_gradient(
         weights *= batch.correction[0]
       weights = jnp.where(batch.learns, weights, 0)
       grads, (sums, off), computed = updates.gradient(
-        loss, carry[0], batch, weights, parts=micro_batches, shards=shards
+        loss, carry[0], batch, weights, parts=parts, shards=shards
       )
       grad_norm = optax.tree.norm(grads)
       finite = sound & jnp.isfinite(grad_norm)
@@ -297,9 +304,11 @@ def policy_gradient(
     if epochs * mini_batches == 1:
       carry, made = update(carry, batch)
     else:
-      cut = updates.cut(batch, mini_batches)
+      batches = updates.cut(batch, mini_batches)
       carry, made = jax.lax.scan(
-        lambda carry, _: jax.lax.scan(update, carry, cut), carry, length=epochs
+        lambda carry, _: jax.lax.scan(update, carry, batches),
+        carry,
+        length=epochs,
       )
     sums, off, denominators, grad_norms, finite, empty, computed = made
     denominator = jnp.sum(denominators)
@@ -334,7 +343,8 @@ def policy_gradient(
     return TrainState(state.step + 1, params, opt_state, state.reference), info
 
   def pad(rollout, shards):
-    return rollouts.pad(rollout, shards * parts)
+    parts, size = cut(len(rollout.where), shards)
+    return rollouts.pad(rollout, shards * mini_batches * parts * size)
 
   return Learner(init, step, pad)
 

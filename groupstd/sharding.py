@@ -73,15 +73,18 @@ def make_mesh(
       f" that there are, got {_product(shape)}."
     )
   devices = devices[:number]
-  slices = len({getattr(device, "slice_index", 0) for device in devices})
-  if shape[0] % slices:
+  # GPUs have one as well, their host's; XLA finds its way over these.
+  slices = {
+    device.slice_index if device.platform == "tpu" else 0 for device in devices
+  }
+  if shape[0] % len(slices):
     raise ValueError(
-      f"`data` must be a multiple of the {slices} slices, got {shape[0]}."
+      f"`data` must be a multiple of the {len(slices)} slices, got {shape[0]}."
     )
-  if slices > 1:
+  if len(slices) > 1:
     grid = mesh_utils.create_hybrid_device_mesh(
-      (shape[0] // slices, *shape[1:]),
-      (slices, 1, 1),
+      (shape[0] // len(slices), *shape[1:]),
+      (len(slices), 1, 1),
       devices,
       allow_split_physical_axes=True,
     )
@@ -154,7 +157,7 @@ def sharded(
     state = jax.tree.map(jnp.copy, learner.init(params, reference))
     return lay(state)
 
-  return learners.Learner(init, one_at_a_time(step, mesh), lambda x, _: x)
+  return learners.Learner(init, _one_at_a_time(step, mesh), lambda x, _: x)
 
 
 def place(
@@ -269,10 +272,10 @@ def fuse(
     state, info = _step(learner, state, rollout, mesh)
     return _everywhere((state, counts, info), mesh)
 
-  return one_at_a_time(step, mesh)
+  return _one_at_a_time(step, mesh)
 
 
-def one_at_a_time(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+def _one_at_a_time(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
   """Jits a step that takes over its state; (state, …) → (state, …)."""
   jitted = jax.jit(step, donate_argnums=0)
   if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":

@@ -46,6 +46,7 @@ Items = Sequence[tuple[str, Question]]
 # A score, None for an abstention, or in words what went wrong.
 Outcome = float | str | None
 
+_RUNS = (signal.SIGINT, signal.SIGTERM)  # A run's own, and not its workers'.
 _REPORT_EVERY = 0.01  # Seconds of work that a worker keeps to itself.
 _START_LIMIT = 120.0  # Seconds for a worker to import its verifiers.
 
@@ -219,6 +220,11 @@ def _work(
 ) -> None:
   """A worker's life: jobs in, lists of outcomes out."""
   os.setsid()  # The head of a group, so that all of it can be ended.
+  # Ctrl-C and a scheduler's SIGTERM go to all processes, and are the run's. Not
+  # blocked nor ignored, as what a verifier starts would inherit that.
+  for number in _RUNS:
+    signal.signal(number, lambda *_: None)
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, _RUNS)
   parent = multiprocessing.parent_process()
   assert parent is not None
 
@@ -255,12 +261,8 @@ def _work(
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-  """For the process that is started within, all its life.
-
-  Ctrl-C and a scheduler's SIGTERM go to all processes, and are the run's.
-  """
-  blocked = [signal.SIGINT, signal.SIGTERM]
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+  """For the process that is started within, until it has its handlers."""
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, _RUNS)
   try:
     yield
   finally:

@@ -280,16 +280,32 @@ def test_arguments_out_of_range_are_refused(kwargs, message):
     make(**kwargs)
 
 
-@pytest.mark.parametrize(
-  ("mini_batches", "micro_batches"), [(1, 3), (3, 1), (4, 4)]
-)
-def test_parts_that_do_not_divide_the_groups_are_refused(
+@pytest.mark.parametrize(("mini_batches", "micro_batches"), [(1, 3), (3, 1)])
+def test_parts_that_do_not_cut_the_groups_are_refused(
   mini_batches, micro_batches
 ):
-  message = f"must divide the 8 groups .* got {mini_batches}·{micro_batches}"
+  message = f"a batch of 8 groups .* got {mini_batches}·{micro_batches}"
   learner = make(mini_batches=mini_batches, micro_batches=micro_batches)
   with pytest.raises(ValueError, match=message):
     step_each([learner], batch())
+  step_each([learner], learner.pad(batch(), 1))
+
+
+@pytest.mark.parametrize("mini_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+@pytest.mark.parametrize("number", [1, 16, 33, 64])
+@pytest.mark.parametrize("shards", [1, 8, 16])
+def test_no_shard_has_a_part_more_than_its_share(
+  shards, number, micro_batches, mini_batches
+):
+  """Groups are cut in order, so what is appended is the last shards' rest."""
+  learner = make(mini_batches=mini_batches, micro_batches=micro_batches)
+  groups = jax.tree.map(lambda x: jnp.repeat(x[:1], number, 0), batch())
+  each, left = divmod(len(learner.pad(groups, shards).where), shards)
+  assert left == 0
+  share = -(-number // (shards * mini_batches))
+  part = -(-share // micro_batches)
+  assert share <= each / mini_batches < share + part
 
 
 # --- Programs ---
