@@ -3,8 +3,9 @@
 Parts that fit a CPU's cache are faster than the whole; on an accelerator the
 whole is, if it fits its memory. Which is not known before it is tried. What was
 found is kept in .chunks.json beside jax's compilation cache, and is taken from
-there as long as nothing has changed that it depends on: a run that resumes
-takes the parts that it began with. The file may be deleted.
+there as long as nothing has changed that it depends on: a run that resumes here
+takes the parts that it began with. The file may be deleted; another number of
+parts only rounds otherwise.
 """
 
 from collections.abc import Callable, Iterator

@@ -25,6 +25,7 @@ from experiments import (
 )
 from groupstd import (
   answers,
+  hosts,
   imitation,
   learners,
   losses,
@@ -60,6 +61,11 @@ def build(config: ml_collections.ConfigDict) -> train.Experiment:
     "mini_batches",
   )
   building.at_least(config, 0, "micro_batches")
+  if not config.micro_batches and hosts.count() > 1:
+    raise ValueError(
+      f"config.micro_batches must be at least 1 for {hosts.count()} processes,"
+      " got 0: by their clocks each would choose its own"
+    )
   if not 0 < config.temperature < float("inf"):
     raise ValueError(
       "config.temperature must be above 0 and finite, got"

@@ -13,16 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# Meshes, and numbers of groups that their shards divide or do not.
+# Meshes, numbers of groups that their shards divide or do not, and how many of
+# these may have a right answer: of 8 the first 3 are all one process's, so that
+# of two the other keeps none.
 CASES = (
-  ((8, 1, 1), 5),
-  ((2, 2, 2), 8),
-  ((2, 2, 2), 5),
-  ((1, 4, 2), 8),
+  ((8, 1, 1), 5, 5),
+  ((2, 2, 2), 8, 8),
+  ((2, 2, 2), 5, 5),
+  ((1, 4, 2), 8, 3),
 )
 
 
-def steps(mesh, num_groups, *, sampling=None, dtype=jnp.float64, number=3):
+def steps(
+  mesh, num_groups, able, *, sampling=None, dtype=jnp.float64, number=3
+):
   """What three steps drew, and where they led; all as numpy."""
   from groupstd import (
     learners,
@@ -57,8 +61,8 @@ def steps(mesh, num_groups, *, sampling=None, dtype=jnp.float64, number=3):
     return ids, policies.Prompts(rng.integers(0, 12, mask.shape), mask, ids)
 
   def reward(prompts, tokens, mask):
-    del prompts
     low = ((tokens < 6) & mask).sum(axis=2) * 2 > mask.sum(axis=2)
+    low &= np.asarray(prompts.index)[:, None] < able
     return low.astype(np.float32), np.ones(low.shape, bool)
 
   collect = rollouts.collector(
@@ -102,6 +106,7 @@ def steps(mesh, num_groups, *, sampling=None, dtype=jnp.float64, number=3):
             "tokens": rollout.tokens,
             "rewards": rollout.rewards,
             "drawn": counts.drawn,
+            "kept": info.kept,
             "gradient": state.opt_state[0].trace,
             "loss": info.loss,
             "params": state.params,
@@ -122,8 +127,7 @@ def main(out, coordinator, processes, process):
   jax.config.update("jax_enable_x64", True)
   jax.distributed.initialize(coordinator, processes, process)
   found = {
-    (shape, number): steps(sharding.make_mesh(*shape), number)
-    for shape, number in CASES
+    case: steps(sharding.make_mesh(*case[0]), *case[1:]) for case in CASES
   }
   if process == 0:
     pathlib.Path(out).write_bytes(pickle.dumps(found))

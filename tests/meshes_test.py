@@ -7,6 +7,7 @@ steps magnify.
 import os
 import pathlib
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -15,9 +16,17 @@ import jax
 import jax.numpy as jnp
 import mesh_program
 import numpy as np
+import optax
 import pytest
 
-from groupstd import sharding
+from groupstd import (
+  learners,
+  partitions,
+  rollouts,
+  sharding,
+  sigma,
+  transformer,
+)
 
 close = np.testing.assert_allclose
 equal = np.testing.assert_array_equal
@@ -31,15 +40,16 @@ def compile_quickly(compiled_quickly):
 
 @pytest.fixture(scope="module")
 def alone():
-  """Groups → what one device saw."""
+  """(groups, of which are able) → what one device saw."""
   with jax.enable_x64(True):
     mesh = sharding.make_mesh(1)
-    return {n: mesh_program.steps(mesh, n) for n in (5, 8)}
+    sizes = {case[1:] for case in mesh_program.CASES}
+    return {size: mesh_program.steps(mesh, *size) for size in sizes}
 
 
 def same(found, expected):
   for step, other in zip(found, expected, strict=True):
-    for name in "tokens", "rewards", "drawn":
+    for name in "tokens", "rewards", "drawn", "kept":
       equal(step[name], other[name])
     close(step["loss"], other["loss"], rtol=1e-9)
     for name, atol in ("gradient", 1e-9), ("params", 1e-8):
@@ -48,12 +58,12 @@ def same(found, expected):
     assert largest > 1e-3
 
 
-@pytest.mark.parametrize(("shape", "num_groups"), mesh_program.CASES)
+@pytest.mark.parametrize(("shape", "num_groups", "able"), mesh_program.CASES)
 @pytest.mark.usefixtures("x64")
-def test_eight_devices_are_one(shape, num_groups, alone):
+def test_eight_devices_are_one(shape, num_groups, able, alone):
   """Tokens, rewards and redraws are equal; gradients to 10⁻⁹."""
   mesh = sharding.make_mesh(*shape)
-  same(mesh_program.steps(mesh, num_groups), alone[num_groups])
+  same(mesh_program.steps(mesh, num_groups, able), alone[num_groups, able])
 
 
 @pytest.mark.slow
@@ -86,8 +96,10 @@ def test_two_processes_are_one(alone, tmp_path):
       process.kill()
   found = pickle.loads(out.read_bytes())
   assert set(found) == set(mesh_program.CASES)
-  for (_, number), steps in found.items():
-    same(steps, alone[number])
+  for case, steps in found.items():
+    same(steps, alone[case[1:]])
+  kept = [step["kept"] for step in found[(1, 4, 2), 8, 3]]
+  assert 0 < max(kept) <= 3  # And none of the second process's.
 
 
 @pytest.mark.usefixtures("x64")
@@ -95,13 +107,13 @@ def test_sampling_may_lie_otherwise_than_training(alone):
   """Parameters cut four times for the update, and whole for sampling."""
   training = sharding.make_mesh(1, 4, 2)
   sampling = sharding.reshape(training, 8)
-  found = mesh_program.steps(training, 5, sampling=sampling)
-  same(found, alone[5])
+  found = mesh_program.steps(training, 5, 5, sampling=sampling)
+  same(found, alone[5, 5])
 
 
 def test_float32_gradients_agree_to_rounding():
   one, eight = (
-    mesh_program.steps(mesh, 8, dtype=jnp.float32, number=1)[0]
+    mesh_program.steps(mesh, 8, 8, dtype=jnp.float32, number=1)[0]
     for mesh in (sharding.make_mesh(1), sharding.make_mesh(2, 2, 2))
   )
   equal(eight["tokens"], one["tokens"])
@@ -111,3 +123,61 @@ def test_float32_gradients_agree_to_rounding():
   off = jax.tree.map(np.subtract, eight["gradient"], one["gradient"])
   size = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(off)))
   assert size < 1e-5 * norm
+
+
+COLLECTIVES = re.compile(
+  r" = (.*?) (all-reduce|all-gather|all-to-all|collective-permute"
+  r"|reduce-scatter|collective-broadcast|ragged-all-to-all)(?:-start)?\("
+)
+
+
+def test_an_update_gathers_weights_and_sums_the_rest():
+  """Nothing is sent but parameters, where they are used, and sums.
+
+  Over `fsdp` and `data` gradients and counts are summed; over `tensor` a
+  layer's activations [.., W], which are cut between groups all the while, and
+  what the vocabulary's log-softmax adds up.
+  """
+  mesh = sharding.make_mesh(1, 4, 2)
+  config = transformer.Config(64, width=32, num_layers=2, num_heads=4)
+  policy = sharding.spread(
+    transformer.policy(config, length=6, lay=sharding.lay_groups(mesh)),
+    mesh,
+    rules=partitions.TRANSFORMER,
+    in_use=partitions.TRANSFORMER_IN_USE,
+  )
+  learner = sharding.sharded(
+    learners.policy_gradient(
+      policy, optax.sgd(0.1), sigma.rule(sigma.dapo()), micro_batches=2
+    ),
+    mesh,
+    partitions.TRANSFORMER,
+  )
+  state = learner.init(policy.init(jax.random.key(0)))
+  shape = 16, 4, 6
+  rollout = rollouts.Rollout(
+    prompts=np.zeros((16, 5), np.int32),
+    tokens=np.zeros(shape, np.int32),
+    mask=np.ones(shape, bool),
+    log_probs=np.zeros(shape, np.float32),
+    rewards=np.zeros(shape[:2], np.float32),
+    scores=np.zeros(shape[:2], np.float32),
+    where=np.ones(shape[:2], bool),
+  )
+  text = jax.jit(learner.step).lower(state, rollout).compile().as_text()
+  sent = COLLECTIVES.findall(text)
+  assert {kind for _, kind in sent} <= {
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+  }
+  gathered = {
+    tuple(map(int, dims.split(",")))
+    for shape, kind in sent
+    for dims in re.findall(r"\[([\d,]+)\]", shape)
+    if kind == "all-gather"
+  }
+  # A layer's kernels and the table, whole over fsdp and cut over tensor.
+  layer = {(32, 16), (16, 32), (32, 64), (64, 32), (32, 32)}
+  assert gathered <= layer
+  assert gathered
