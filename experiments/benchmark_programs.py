@@ -96,6 +96,7 @@ def model(
 def policy(
   size: benchmark_work.Size,
   *,
+  temperature: float = 1.0,
   stop: Sequence[int] = (),
   packing: int | None = None,
   dtype: str | None = None,
@@ -108,6 +109,7 @@ def policy(
     model(size, dtype=dtype, unroll=unroll),
     length=size.length,
     stop=stop,
+    temperature=temperature,
     packing=packing,
   )
 

@@ -1,6 +1,6 @@
 """How a language model's seconds change with what a run is made of.
 
-  python -m experiments.benchmark_sweeps --sweep=silent --size=S
+  python -m experiments.benchmark_sweeps --what=silent --size=S
 
 prints a table of one of these, measured now and here:
 
@@ -38,7 +38,7 @@ import numpy as np
 from experiments import benchmark_programs, benchmark_work, cli
 
 _SWEEP = flags.DEFINE_enum(
-  "sweep", None, ["silent", "prompts", "lengths", "devices", "dtypes"], "Which."
+  "what", None, ["silent", "prompts", "lengths", "devices", "dtypes"], "Which."
 )
 _SIZE = flags.DEFINE_enum("size", "S", list(benchmark_work.SIZES), "What size.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each.", lower_bound=1)
@@ -264,7 +264,7 @@ def main(argv):
   import jax
 
   found = {
-    "sweep": _SWEEP.value,
+    "what": _SWEEP.value,
     "size": size,
     "jax": jax.__version__,
     "cores": os.cpu_count(),
@@ -283,7 +283,7 @@ def _show(found: dict[str, Any]) -> None:
   before, after = found["load"]
   table = Table(
     title=(
-      f"{found['sweep']}, size {found['size']}: median (min-max) of"
+      f"{found['what']}, size {found['size']}: median (min-max) of"
       f" {found['rounds']}; jax {found['jax']}, {found['cores']} cores, load"
       f" {before:.1f} to {after:.1f}"
     )

@@ -3,12 +3,25 @@
 import os
 import pathlib
 
+from absl import flags
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+_set_flag = flags.FlagValues.__setitem__
+
+
+def _set_again(values, name, flag):
+  flag.allow_override = True
+  _set_flag(values, name, flag)
+
+
+# Each experiment is a program, and they have flags of the same names; here they
+# meet in one process.
+flags.FlagValues.__setitem__ = _set_again
 
 
 @pytest.fixture

@@ -300,8 +300,11 @@ def test_no_shard_has_a_part_more_than_its_share(
 ):
   """Groups are cut in order, so what is appended is the last shards' rest."""
   learner = make(mini_batches=mini_batches, micro_batches=micro_batches)
-  groups = jax.tree.map(lambda x: jnp.repeat(x[:1], number, 0), batch())
-  each, left = divmod(len(learner.pad(groups, shards).where), shards)
+  groups = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype), batch()
+  )
+  padded = jax.eval_shape(lambda x: learner.pad(x, shards), groups)
+  each, left = divmod(len(padded.where), shards)
   assert left == 0
   share = -(-number // (shards * mini_batches))
   part = -(-share // micro_batches)

@@ -18,7 +18,6 @@ import optax
 # of two the other keeps none.
 CASES = (
   ((8, 1, 1), 5, 5),
-  ((2, 2, 2), 8, 8),
   ((2, 2, 2), 5, 5),
   ((1, 4, 2), 8, 3),
 )
@@ -127,7 +126,7 @@ def main(out, coordinator, processes, process):
   jax.config.update("jax_enable_x64", True)
   jax.distributed.initialize(coordinator, processes, process)
   found = {
-    case: steps(sharding.make_mesh(*case[0]), *case[1:]) for case in CASES
+    case: steps(sharding.make_mesh(*case[0]), *case[1:]) for case in CASES[1:]
   }
   if process == 0:
     pathlib.Path(out).write_bytes(pickle.dumps(found))
