@@ -87,9 +87,11 @@ def test_a_state_is_made_where_it_lies():
     assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
     held = {shard.data.nbytes for shard in leaf.addressable_shards}
     assert held == {math.prod(expected.shard_shape(leaf.shape)) * 4}
-  # The same numbers as on one device, bit for bit.
+  # Of the same random bits as on one device, but for the last of a rounding.
   jax.tree.map(
-    np.testing.assert_array_equal, params, policy().init(jax.random.key(3))
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=5e-7),
+    params,
+    policy().init(jax.random.key(3)),
   )
 
 
