@@ -64,6 +64,10 @@ def quick_compilation():
   jax.config.update("jax_disable_most_optimizations", False)
 
 
+def double(params):
+  return jax.tree.map(lambda x: x.astype(jnp.float64), params)
+
+
 def keys(seed, number):
   return jax.random.split(jax.random.key(seed), number)
 
@@ -95,16 +99,16 @@ ROWS = [[1, 2, 3], [4], [0, 2], [3, 0, 0]]
   ("positions", "temperature"),
   [("none", 0.6), ("learned", 1.0), ("rotary", 1.3)],
 )
+@pytest.mark.usefixtures("x64")
 def test_a_padded_prompt_is_scored_as_if_it_stood_alone(positions, temperature):
-  """By the module itself on the very tokens, without any padding.
-
-  Logits are some 20 in size, so that float32 rounds them by 10⁻⁶ a term.
-  """
-  module = nnx.jit(Attention(positions))
+  """By the module itself on the very tokens, without any padding."""
+  network = Attention(positions)
+  nnx.update(network, double(nnx.state(network)))
+  module = nnx.jit(network)
   policy = policies.from_nnx(
     Attention(positions), length=LENGTH, temperature=temperature
   )
-  params = policy.init(jax.random.key(0))
+  params = double(policy.init(jax.random.key(0)))
   answers = np.random.default_rng(1).integers(0, VOCABULARY, (4, 2, LENGTH))
   expected = np.zeros(answers.shape)
   for i, row in enumerate(ROWS):
@@ -116,9 +120,9 @@ def test_a_padded_prompt_is_scored_as_if_it_stood_alone(positions, temperature):
   log_prob = jax.jit(policy.log_prob)
   for prompts in layouts(ROWS):
     log_probs = log_prob(params, prompts, answers)
-    close(log_probs, expected, rtol=1e-6, atol=2e-5)
+    close(log_probs, expected, rtol=0, atol=1e-12)
   alone = log_prob(params, jnp.array(ROWS[:1]), answers[:1])
-  close(alone, expected[:1], rtol=1e-6, atol=2e-5)
+  close(alone, expected[:1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("positions", POSITIONS)

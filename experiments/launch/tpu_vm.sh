@@ -77,9 +77,10 @@ git init -q "$code"
 cd "$code"
 git fetch -q --depth=1 "$repository" "$revision"
 git checkout -q --detach FETCH_HEAD
-curl -LsSf https://astral.sh/uv/install.sh | sh
-/root/.local/bin/uv venv --allow-existing --python=3.12 .venv
-/root/.local/bin/uv pip install --python=.venv -e ".[tpu,lm,logs]"
+curl -LsSf https://astral.sh/uv/install.sh |
+  env UV_UNMANAGED_INSTALL="$code/.uv" sh
+.uv/uv venv --allow-existing --python=3.12 .venv
+.uv/uv pip install --python=.venv -e ".[tpu,lm,logs]"
 ' install "$SHARE" "$MOUNT" "$CODE" "$REPOSITORY" "$REVISION"
   ;;
 
